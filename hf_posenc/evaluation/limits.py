@@ -1,0 +1,80 @@
+"""How long a model can be fed, and how long it was trained to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# Families whose positions are rows of a table: past its end there is nothing, only an index error.
+_TABLES = frozenset(
+    {"gpt2", "bert", "distilbert", "electra", "opt", "gpt_neo", "gpt_bigcode", "xlm", "albert", "openai-gpt"}
+)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language part; None for a module without one."""
+    config = getattr(model, "config", None)
+    getter = getattr(config, "get_text_config", None)
+    return getter() if callable(getter) else config
+
+
+def is_patched(model: nn.Module) -> bool:
+    """True where hf_posenc has replaced the model's position encoding."""
+    return getattr(getattr(model, "config", None), "hf_posenc", None) is not None
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Tokens that the model's config says it takes; None where it does not say."""
+    value = getattr(text_config(model), "max_position_embeddings", None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def trained_length(model: nn.Module) -> int | None:
+    """Tokens that the model was pretrained with, before any scaling; None where its config does not say."""
+    config = text_config(model)
+    record = getattr(getattr(model, "config", None), "hf_posenc", None)
+    for source in (record, getattr(config, "rope_parameters", None)):
+        for key in ("trained_length", "original_max_position_embeddings"):
+            value = source.get(key) if isinstance(source, dict) else None
+            if isinstance(value, int) and value > 0:
+                return value
+    return context_length(model)
+
+
+def hard_limit(model: nn.Module) -> tuple[int, str] | None:
+    """(tokens, why) where a longer window cannot be fed at all, because positions are rows of a table."""
+    config = text_config(model)
+    if config is None:
+        return None
+    kind = getattr(config, "model_type", None)
+    if is_patched(model):
+        encoding = _encoding_of(model)
+        rows = getattr(encoding, "num_positions", None)
+        if isinstance(rows, int):
+            return rows, f"the learned table that the patch gave this model ({kind}) has {rows} positions"
+        return None
+    rows = context_length(model)
+    if kind in _TABLES and rows is not None:
+        return rows, f"the position table of this model ({kind}) has {rows} rows"
+    return None
+
+
+def check_length(model: nn.Module, name: str, value: int) -> None:
+    """Raise a ValueError where the model cannot be fed `value` tokens at all."""
+    limit = hard_limit(model)
+    if limit is not None and value > limit[0]:
+        raise ValueError(
+            f"{name}={value} is longer than this model can be fed: {limit[1]}. Use at most {limit[0]}, or patch the"
+            " model first"
+            f' (for example hf_posenc.patch(model, "learned", context_length={value})).'
+        )
+
+
+def _encoding_of(model: nn.Module) -> Any:
+    try:
+        import hf_posenc
+
+        return hf_posenc.encoding_of(model)
+    except (ImportError, AttributeError, ValueError):
+        return None

@@ -1,0 +1,146 @@
+"""Loading a model and its tokenizer from any of the places where one can lie: a hub id, a folder, a PEFT adapter, a
+GGUF file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+TASKS = ("causal", "masked", "features")
+
+
+def load_model(
+    source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal"
+) -> tuple[Any, Any]:
+    """Load a pretrained model with its tokenizer, ready to be patched, trained, evaluated and saved.
+
+    Args:
+        source: a hub id (`HuggingFaceTB/SmolLM2-135M`), a folder that `save_pretrained` wrote (of a model, or of a PEFT
+            adapter), or a `.gguf` file, whose weights are expanded to `dtype`.
+        dtype: a torch dtype or its name ("bfloat16", "auto"); None means float32 for GGUF and what transformers chooses
+            (the checkpoint's own) elsewhere.
+        device_map: as in transformers' `from_pretrained`; None loads to the CPU.
+        task: "causal" (language model), "masked" (fill-in encoder) or "features" (encoder without a head).
+
+    Returns:
+        (model in evaluation mode, tokenizer).
+
+    Raises:
+        ValueError: nothing at `source`, a folder without a model, or an unknown `dtype` or `task`.
+    """
+    import transformers
+
+    _import_plugin()
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is not known; choose one of {', '.join(TASKS)}.")
+    auto = {
+        "causal": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+        "features": transformers.AutoModel,
+    }[task]
+    options: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
+    dtype = _as_dtype(dtype)
+    kind, path = _find(source)
+    if kind == "gguf":
+        assert path is not None
+        import torch
+
+        folder, name = str(path.parent), path.name
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        options["dtype"] = torch.float32 if dtype in (None, "auto") else dtype
+        model = auto.from_pretrained(folder, gguf_file=name, **options)
+        _forget_quantization(model)
+    elif kind == "adapter":
+        assert path is not None
+        model, tokenizer = _load_adapter(path, dtype, device_map, task)
+    else:
+        if dtype is not None:
+            options["dtype"] = dtype
+        where = str(source) if path is None else str(path)
+        try:
+            model = auto.from_pretrained(where, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where)
+        except OSError as error:
+            raise ValueError(f"Cannot load a model from {where!r}: {str(error).splitlines()[0]}") from error
+    return model.eval(), tokenizer
+
+
+def _find(source: str | Path) -> tuple[str, Path | None]:
+    """("gguf" | "adapter" | "folder" | "hub", where on disk)."""
+    text = str(source)
+    path = Path(text).expanduser()
+    if text.lower().endswith(".gguf"):
+        if not path.is_file():
+            raise ValueError(f"There is no file {text!r}. A .gguf model is given as the path of its file.")
+        return "gguf", path.resolve()
+    if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            return "adapter", path
+        if (path / "config.json").is_file():
+            return "folder", path
+        found = sorted(item.name for item in path.glob("*.gguf"))
+        hint = f" It holds {', '.join(found)}: give the path of the file." if found else ""
+        raise ValueError(f"The folder {text!r} holds no model: neither config.json nor adapter_config.json.{hint}")
+    if path.is_file():
+        raise ValueError(f"{text!r} is a file, but not a .gguf one. Give a folder, a .gguf file, or a hub id.")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise ValueError(f"There is no folder {text!r}. A model is a folder, a .gguf file, or a hub id such as 'gpt2'.")
+    return "hub", None
+
+
+def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> tuple[Any, Any]:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(f"{str(path)!r} is a PEFT adapter; install peft to load it.") from error
+    import transformers
+
+    settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{path / 'adapter_config.json'} names no base model (base_model_name_or_path).")
+    model, tokenizer = load_model(base, dtype, device_map, task=task)
+    record = path / "hf_posenc.json"
+    if record.is_file():  # the encoding that the adapter was trained under
+        import hf_posenc
+
+        hf_posenc.patch(model, json.loads(record.read_text(encoding="utf-8")))
+    model = PeftModel.from_pretrained(model, str(path))
+    if (path / "tokenizer_config.json").is_file():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path))
+    return model, tokenizer
+
+
+def _forget_quantization(model: nn.Module) -> None:
+    """Weights read from GGUF are plain floats; what transformers remembers of the file would make saving them fail."""
+    for holder in (model, getattr(model, "config", None)):
+        for name in (
+            "quantization_config",
+            "_pre_quantization_dtype",
+            "hf_quantizer",
+            "quantization_method",
+            "is_quantized",
+        ):
+            if holder is not None and name in vars(holder):
+                delattr(holder, name)
+
+
+def _as_dtype(dtype: Any) -> Any:
+    import torch
+
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype), None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} is not allowed; use 'float32', 'bfloat16', 'float16' or 'auto'.")
+    return found
+
+
+def _import_plugin() -> None:
+    """Register patched checkpoints with transformers' Auto classes."""
+    import importlib
+
+    importlib.import_module("hf_posenc")
