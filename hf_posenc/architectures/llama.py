@@ -1,0 +1,10 @@
+"""LLaMA: queries and keys are rotated by angles that one module computes for all layers; grouped-query attention."""
+
+from hf_posenc.architecture import Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="llama",
+    attention="layers.*.self_attn",
+    projections=(("q_proj", ("query",)), ("k_proj", ("key",))),
+    rotary="rotary_emb",
+)
