@@ -1,0 +1,505 @@
+"""A fine-tuning from its arguments to a folder that opens: load, patch, adapt, measure, save."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments, set_seed
+
+from hf_posenc.data import Collator, DataReport, Masking, Preparation, TrainingBlocks, make_blocks, tokenize_documents
+from hf_posenc.data.documents import load_documents
+from hf_posenc.training import estimate
+from hf_posenc.training.arguments import Arguments, FinetuneArguments, check, parse_arguments, settings
+from hf_posenc.training.callbacks import FadeNative, Fading, StopOnSignal
+from hf_posenc.training.files import move_whole, write_whole
+from hf_posenc.training.output import check_output, model_card, write_record
+from hf_posenc.training.trainer import LongContextTrainer, NonFiniteLossError
+
+logger = logging.getLogger(__name__)
+
+STOPPED = 143
+"""Exit status of a run that SIGTERM ended, as shells count it: 128 + 15."""
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What came of a fine-tuning."""
+
+    output_dir: Path
+    steps: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation, and the mean training loss."""
+    stopped: bool = False
+    """True where a signal ended it: a checkpoint was saved, the model was not."""
+    plan: str = ""
+    """What would happen or happened, for people."""
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """A model ready to train, and what is known of it."""
+
+    model: Any
+    tokenizer: Any
+    encoding: str
+    encoding_record: dict[str, Any] | None
+    """The encoding as data, where the model is patched."""
+    trained_length: int
+    context_length: int
+    block_length: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 143 SIGTERM."""
+    arguments = parse_arguments(argv)
+    if arguments.training.process_index == 0:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        logging.getLogger("hf_posenc").setLevel(logging.INFO)
+    command = "finetune " + shlex.join(sys.argv[1:] if argv is None else argv)
+    try:
+        result = finetune(arguments, command=command)
+    except ValueError as error:
+        print(f"finetune: error: {error}", file=sys.stderr)
+        return 2
+    except (NonFiniteLossError, OSError) as error:
+        print(f"finetune: {error}", file=sys.stderr)
+        return 1
+    if arguments.training.process_index == 0 and arguments.ours.dry_run:
+        print(result.plan)
+    return STOPPED if result.stopped else 0
+
+
+def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneResult:
+    """Adapt a model as the arguments say, and write it to `arguments.training.output_dir`.
+
+    Args:
+        arguments: from `parse_arguments`, or `Arguments(FinetuneArguments(...), TrainingArguments(...))`.
+        command: how to make it again, for the model card.
+
+    Raises:
+        ValueError: arguments, model or text that do not work; before anything is written.
+        NonFiniteLossError: training diverged.
+        OSError: something could not be written; the last whole checkpoint is still there.
+    """
+    ours, training = check(*arguments)
+    asked = settings(ours)
+    folder = Path(training.output_dir or "")
+    checkpoint = check_output(str(folder), asked, training.resume_from_checkpoint)
+    set_seed(training.seed)
+    setup = _prepare_model(ours, training)
+    with training.main_process_first(desc="preparing the text"):
+        train, report = _prepare_data(ours, training, setup)
+        measured = _prepare_evaluation(ours, training, setup)
+    model = _add_adapter(setup.model, ours, training)
+    plan = _plan_text(ours, training, setup, model, report)
+    if ours.dry_run:
+        return FinetuneResult(folder, 0, plan=plan)
+    for line in plan.splitlines():
+        logger.info("%s", line)
+    if training.should_save:
+        write_record(folder, {"settings": asked, "finished": False, "training": training.to_sanitized_dict()})
+
+    stop = StopOnSignal()
+    callbacks: list[Any] = [stop]
+    if ours.native_weight_schedule is not None:
+        callbacks.append(FadeNative(model, Fading.parse(ours.native_weight_schedule)))
+    trainer = LongContextTrainer(
+        model=model,
+        args=training,
+        train_dataset=train,
+        eval_dataset=measured if isinstance(measured, TrainingBlocks) else None,
+        data_collator=Collator(_pad_id(setup.tokenizer), ours.packing, _parts(training)),  # type: ignore[arg-type]
+        processing_class=setup.tokenizer,
+        callbacks=callbacks,
+        slice_length=ours.loss_slice,
+        document_names=train.documents if isinstance(train, TrainingBlocks) else None,
+        encoding_record=setup.encoding_record,
+    )
+    if callable(measured):
+        trainer.measure = _measurement(trainer, measured)
+    done = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+    if stop.stopped:
+        logger.info("Stopped by SIGTERM at step %d; the same command goes on from there.", done.global_step)
+        return FinetuneResult(folder, done.global_step, dict(done.metrics), stopped=True, plan=plan)
+    metrics = dict(done.metrics)
+    if measured is not None:
+        metrics |= trainer.evaluate()
+    _save(trainer, ours, setup, report, metrics, asked, command or "")
+    return FinetuneResult(folder, done.global_step, metrics, plan=plan)
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Setup:
+    import hf_posenc
+    from hf_posenc.architecture import architecture_of
+    from hf_posenc.checkpoint import pretrained_length
+
+    model, tokenizer = _load(ours, training)
+    if ours.attn_implementation is not None:
+        model.set_attn_implementation(ours.attn_implementation)
+    if ours.encoding is None and ours.context_length is None:
+        trained = int(model.config.max_position_embeddings)
+        encoding, record, length = "native", None, trained
+    else:
+        trained = pretrained_length(model.config, architecture_of(model.config))
+        wanted = ours.encoding if ours.encoding is not None else hf_posenc.encoding_of(model)
+        hf_posenc.patch(
+            model, wanted, context_length=ours.context_length, keep_native=ours.native_weight_schedule is not None
+        )
+        found = hf_posenc.encoding_of(model)
+        encoding, record = str(found), found.to_dict()
+        length = ours.context_length or max(trained, int(model.config.max_position_embeddings))
+    block = ours.block_length or min(length, trained if ours.position_skipping != "none" else length)
+    if ours.position_skipping != "none" and block >= length:
+        raise ValueError(
+            f"--position_skipping with samples of {block} tokens skips nothing of --context_length {length}: "
+            "give a smaller --block_length."
+        )
+    if block > length:
+        raise ValueError(
+            f"--block_length {block} is longer than the {length} tokens that the model takes: "
+            f"give --context_length {block}."
+        )
+    if ours.eval_lengths and max(ours.eval_lengths) > length and ours.encoding is None:
+        raise ValueError(
+            f"--eval_lengths {max(ours.eval_lengths)} is longer than the {length} tokens that the model takes."
+        )
+    if tokenizer.model_max_length < length or ours.context_length is not None:
+        tokenizer.model_max_length = length
+    return _Setup(model, tokenizer, encoding, record, trained, length, block)
+
+
+def _load(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Any, Any]:
+    import transformers
+
+    from hf_posenc.models import load_model
+
+    masked = ours.objective == "mlm"
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    name = _dtype_name(ours, training)
+    if ours.from_scratch is not None:
+        assert ours.tokenizer is not None
+        try:
+            config = transformers.AutoConfig.from_pretrained(ours.from_scratch)
+        except OSError as error:
+            raise ValueError(
+                f"--from_scratch {ours.from_scratch!r}: no config there: {str(error).splitlines()[0]}"
+            ) from error
+        tokenizer = _tokenizer(ours.tokenizer)
+        if config.vocab_size < len(tokenizer):
+            raise ValueError(
+                f"The config's vocab_size {config.vocab_size} is below the tokenizer's {len(tokenizer)} words."
+            )
+        return auto.from_config(config).to(getattr(torch, name)), tokenizer
+    assert ours.model is not None
+    if ours.qlora:
+        quantized = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        from peft import prepare_model_for_kbit_training
+
+        model = auto.from_pretrained(ours.model, quantization_config=quantized)
+        return prepare_model_for_kbit_training(model), _tokenizer(ours.tokenizer or ours.model)
+    model, tokenizer = load_model(ours.model, name, task="masked" if masked else "causal")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"--model {ours.model!r} is an adapter. Merge it first: hf-posenc merge {ours.model} --output DIR."
+        )
+    return model, tokenizer if ours.tokenizer is None else _tokenizer(ours.tokenizer)
+
+
+def _tokenizer(name: str) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        raise ValueError(f"No tokenizer in {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def _dtype_name(ours: FinetuneArguments, training: TrainingArguments) -> str:
+    if ours.dtype != "auto":
+        return ours.dtype
+    # A whole model trains in float32 (autocast lowers its products); under an adapter its weights only have to be read.
+    return "bfloat16" if ours.lora and training.bf16 else "float32"
+
+
+def _add_adapter(model: Any, ours: FinetuneArguments, training: TrainingArguments) -> Any:
+    if not ours.lora:
+        return model
+    from peft import get_peft_model
+
+    import hf_posenc
+
+    options: dict[str, Any] = {"train_norms": ours.train_norms, "train_embeddings": ours.train_embeddings}
+    if ours.lora_targets is not None:
+        options["target_modules"] = ours.lora_targets
+    alpha = ours.lora_alpha if ours.lora_alpha is not None else 2 * ours.lora_r
+    config = hf_posenc.lora_config(model, r=ours.lora_r, lora_alpha=alpha, lora_dropout=ours.lora_dropout, **options)
+    config.base_model_name_or_path = ours.model
+    adapted = get_peft_model(model, config)
+    config.base_model_name_or_path = ours.model  # PEFT puts the config's name there, which a .gguf file does not have
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            # Small steps would be rounded away.
+            parameter.data = parameter.data.float()
+    if training.gradient_checkpointing:
+        adapted.enable_input_require_grads()
+    return adapted
+
+
+# ---------------------------------------------------------------------- the text
+
+
+def _prepare_data(ours: FinetuneArguments, training: TrainingArguments, setup: _Setup) -> tuple[Any, DataReport | None]:
+    assert ours.train_text is not None and ours.packing != "auto"
+    seed = training.data_seed if training.data_seed is not None else training.seed
+    blocks, report = make_blocks(
+        ours.train_text,
+        setup.tokenizer,
+        setup.block_length,
+        packing=ours.packing,
+        overlap=ours.overlap,
+        min_document_tokens=ours.min_document_tokens,
+        encoder=ours.objective == "mlm",
+        weights=ours.train_weights,
+        text_field=ours.text_field,
+        streaming=ours.streaming,
+        num_proc=ours.data_processes,
+        seed=seed,
+    )
+    preparation = Preparation(
+        seed=seed,
+        packing=ours.packing,
+        skipping=ours.position_skipping,
+        target_length=setup.context_length if ours.position_skipping != "none" else None,
+        chunks=ours.pose_chunks or 2,
+        masking=_masking(ours, setup),
+    )
+    if report is None:
+        return blocks.map(preparation, with_indices=True, remove_columns=["starts", "documents"]), None
+    return TrainingBlocks(blocks, preparation), report
+
+
+def _masking(ours: FinetuneArguments, setup: _Setup) -> Masking | None:
+    if ours.objective != "mlm":
+        return None
+    if setup.tokenizer.mask_token_id is None:
+        raise ValueError("--objective mlm needs a tokenizer with a mask token; this one has none.")
+    special = tuple(setup.tokenizer.all_special_ids)
+    return Masking(setup.tokenizer.mask_token_id, len(setup.tokenizer), special, ours.mlm_probability)
+
+
+def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, setup: _Setup) -> Any:
+    """None; for encoders the blocks to fill in; else a function that measures perplexity by length."""
+    if not ours.eval_text:
+        return None
+    if ours.objective == "mlm":
+        blocks, _ = make_blocks(ours.eval_text, setup.tokenizer, setup.block_length, packing="cut", encoder=True)
+        return TrainingBlocks(blocks, Preparation(training.seed, "cut", masking=_masking(ours, setup)))
+    lengths = sorted(set(ours.eval_lengths or [min(setup.block_length, setup.trained_length), setup.context_length]))
+    documents = tokenize_documents(
+        load_documents(ours.eval_text, text_field=ours.text_field),
+        setup.tokenizer,
+        min_tokens=max(2, ours.min_document_tokens),
+    )
+    chosen, left = [], ours.eval_tokens
+    for ids in documents["input_ids"]:
+        if left < 2:
+            break
+        chosen.append(torch.tensor(ids[:left]))
+        left -= len(chosen[-1])
+    if not chosen:
+        raise ValueError(
+            f"--eval_text {' '.join(ours.eval_text)}: no document has min_document_tokens={ours.min_document_tokens}."
+        )
+
+    def measure(model: nn.Module, distributed: bool | None) -> dict[str, float]:
+        from hf_posenc.evaluation import perplexity
+
+        found, loss = {}, math.nan
+        for length in lengths:
+            result = perplexity(model, chosen, window=length, progress=False, distributed=distributed)
+            found[f"perplexity_{length}"] = result.perplexity
+            loss = result.mean_nll
+        return {"loss": loss, **found}
+
+    return measure
+
+
+def _measurement(
+    trainer: LongContextTrainer, measure: Callable[[nn.Module, bool | None], dict[str, float]]
+) -> Callable[[nn.Module], dict[str, float]]:
+    """`measure` in the trainer's precision, shared by the processes where each holds the whole model."""
+
+    def run(wrapped: nn.Module) -> dict[str, float]:
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        # Processes that hold parts of the weights must all make the same calls, and only of the whole model.
+        model: nn.Module = _Whole(wrapped) if sharded else trainer.accelerator.unwrap_model(wrapped)
+        with trainer.compute_loss_context_manager():
+            return measure(model, False if sharded else None)
+
+    return run
+
+
+class _Whole(nn.Module):
+    """A model that can only be called as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config = getattr(model, "config", None)
+        self.device = next(model.parameters()).device
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        """[batch, length] to the model's answer."""
+        return self.model(input_ids=input_ids, use_cache=False)
+
+
+def _pad_id(tokenizer: Any) -> int:
+    """Any token does: padding is masked, or a document of its own, and has no loss."""
+    return next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+
+
+def _parts(training: TrainingArguments) -> int:
+    """What the length of a batch has to be a multiple of: twice the parts that context parallelism cuts it into."""
+    parallel = getattr(training, "parallelism_config", None)
+    size = getattr(parallel, "cp_size", 1) or 1
+    return 2 * size if size > 1 else 1
+
+
+# ---------------------------------------------------------------------- reports and files
+
+
+def _plan_text(
+    ours: FinetuneArguments, training: TrainingArguments, setup: _Setup, model: Any, report: DataReport | None
+) -> str:
+    trainable, everything = estimate.parameters(model)
+    steps = estimate.steps(training, report.blocks if report else None, training.world_size)
+    memory = estimate.estimate(model, training, setup.block_length, ours.loss_slice)
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    gib = 2**30
+    skipping = {
+        "none": "none",
+        "pose": f"PoSE, {ours.pose_chunks or 2} pieces over {setup.context_length} positions",
+        "random": f"random positions below {setup.context_length}",
+    }
+    lines = [
+        ("model", ours.model or f"new, from {ours.from_scratch}"),
+        (
+            "encoding",
+            setup.encoding + (f", fading {ours.native_weight_schedule}" if ours.native_weight_schedule else ""),
+        ),
+        (
+            "length",
+            f"{setup.context_length} tokens (pretrained with {setup.trained_length}), samples of {setup.block_length}",
+        ),
+        ("position skipping", skipping[ours.position_skipping]),
+        ("objective", ours.objective),
+        ("method", _method(ours)),
+        ("trainable", f"{trainable:,} of {everything:,} parameters ({trainable / max(everything, 1):.2%})"),
+        ("text", str(report) if report else f"streamed from {', '.join(ours.train_text or [])}"),
+        (
+            "steps",
+            f"{steps if steps is not None else 'unknown'}, each of {rows} samples, "
+            f"at most {rows * setup.block_length:,} tokens",
+        ),
+        (
+            "memory, roughly",
+            f"{memory.total / gib:.2f} GiB a device, unsharded: weights {memory.weights / gib:.2f}, "
+            f"gradients {memory.gradients / gib:.2f}, optimizer {memory.optimizer / gib:.2f}, "
+            f"activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}",
+        ),
+        ("output", training.output_dir or ""),
+    ]
+    return "\n".join(f"{name + ':':<19}{text}" for name, text in lines)
+
+
+def _method(ours: FinetuneArguments) -> str:
+    if not ours.lora:
+        return "all weights"
+    more = [name for name, chosen in (("norms", ours.train_norms), ("embeddings", ours.train_embeddings)) if chosen]
+    return f"{'QLoRA' if ours.qlora else 'LoRA'} of rank {ours.lora_r}" + (
+        f" with {' and '.join(more)}" if more else ""
+    )
+
+
+def _save(
+    trainer: LongContextTrainer,
+    ours: FinetuneArguments,
+    setup: _Setup,
+    report: DataReport | None,
+    metrics: dict[str, float],
+    asked: dict[str, Any],
+    command: str,
+) -> None:
+    """The finished model into the output folder: whole, or not at all."""
+    target = Path(trainer.args.output_dir or "")
+    temporary = target / ".writing"
+    if trainer.args.should_save:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(temporary / "adapter" if ours.lora else temporary), _internal_call=True)
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        if ours.lora and ours.merge and not ours.qlora:
+            from hf_posenc.training.merge import merged
+
+            model, tokenizer = merged(temporary / "adapter", dtype=_dtype_name(ours, trainer.args))
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        for leftover in temporary.rglob("training_args.bin"):
+            leftover.unlink()
+        history = [row for row in trainer.state.log_history if any(key.startswith("eval_") for key in row)]
+        keep = ("eval_loss", "eval_perplexity")
+        rows = [{key: row[key] for key in row if key == "step" or key.startswith(keep)} for row in history]
+        unique = list({row["step"]: row for row in rows}.values())
+        base = ours.model or f"new from {ours.from_scratch}"
+        args = trainer.args
+        card = model_card(
+            base=base,
+            encoding=setup.encoding,
+            trained_length=setup.trained_length,
+            context_length=setup.context_length,
+            objective=ours.objective,
+            data=ours.train_text or [],
+            data_report=str(report) if report else "streamed",
+            method=_method(ours),
+            command=command,
+            evaluations=unique,
+            training={
+                "steps": trainer.state.global_step,
+                "samples a step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+                "tokens a sample": setup.block_length,
+                "position skipping": ours.position_skipping,
+                "learning rate": args.learning_rate,
+                "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "float32",
+                "mean training loss": f"{metrics['train_loss']:.4f}" if "train_loss" in metrics else "",
+            },
+            base_folder=Path(ours.model) if ours.model and Path(ours.model).is_dir() else None,
+        )
+        write_whole(temporary / "README.md", card)
+        move_whole(temporary, target)
+        record = {"settings": asked, "finished": True, "training": args.to_sanitized_dict(), "metrics": metrics}
+        write_record(
+            target, {**record, "data": report.to_dict() if report else None, "encoding": setup.encoding_record}
+        )
+        if args.push_to_hub:
+            trainer.push_to_hub(commit_message="Long-context fine-tuning")
+    trainer.accelerator.wait_for_everyone()
