@@ -27,6 +27,8 @@ class Architecture:
     """Path of the self-attention modules, such as `h.*.attn`."""
     projections: tuple[tuple[str, tuple[str, ...]], ...]
     """Children of an attention module that make queries and keys, each with what its output holds, in order."""
+    adapted: tuple[str, ...]
+    """Children of an attention module that LoRA adapts unless told otherwise."""
     table: str | None = None
     """Path of the trained table of absolute positions."""
     table_buffers: tuple[str, ...] = ()

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto import auto_factory, configuration_auto, modeling_auto
 
 from hf_posenc.architecture import Architecture, architectures
 from hf_posenc.encoding import Encoding, ModelShape, encodings
@@ -172,7 +174,16 @@ def needing_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     body = {"__module__": __name__, "__qualname__": stock.__qualname__, "__init__": _same_init(stock), "__annotations__": {}}
     made = type(stock.__name__, (NeedsPackage, stock), body)
     setattr(sys.modules[__name__], stock.__name__, made)  # where pickle looks for it
+    _register_models(made)
     return made
+
+
+def __getattr__(name: str) -> Any:
+    """Pickle of another process asks for a class by name before anything has made it here."""
+    for model_type in architectures() if name.endswith("Config") else ():
+        if configuration_auto.CONFIG_MAPPING_NAMES[model_type] == name:
+            return _config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _same_init(stock: type[PreTrainedConfig]) -> Any:
@@ -187,31 +198,37 @@ def _same_init(stock: type[PreTrainedConfig]) -> Any:
 
 
 class Door:
-    """Stands in transformers' registries for a model class that comes out patched; imports nothing until it is used."""
+    """Stands in transformers' registries for a class that is made when it is first used."""
 
-    def __init__(self, class_name: str) -> None:
-        self.class_name = class_name
-
-    def open(self) -> Any:
-        import transformers
-
-        from hf_posenc.patch import loading_class
-
-        return loading_class(getattr(transformers, self.class_name))
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.open(), name)
+        return getattr(self._make(), name)
 
 
 def register() -> None:
     """Teach the Auto classes of transformers to open saved models of every registered architecture."""
     for model_type in architectures():
-        made = needing_class(configuration_auto.CONFIG_MAPPING[model_type])
-        configuration_auto.CONFIG_MAPPING.register(PREFIX + model_type, made, exist_ok=True)
-        for mapping in vars(modeling_auto).values():
-            names = getattr(mapping, "_model_mapping", None)
-            if names is not None and not isinstance(mapping, type) and model_type in names:
-                name = names[model_type]
-                mapping.register(made, Door(name if isinstance(name, str) else name[0]), exist_ok=True)
+        door = Door(functools.partial(_config_class, model_type))
+        configuration_auto.CONFIG_MAPPING.register(PREFIX + model_type, door, exist_ok=True)  # type: ignore[arg-type]
+
+
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    return needing_class(configuration_auto.CONFIG_MAPPING[model_type])
+
+
+def _register_models(made: type[PreTrainedConfig]) -> None:
+    for mapping in vars(modeling_auto).values():
+        if isinstance(mapping, auto_factory._LazyAutoMapping) and made.model_type in mapping._model_mapping:
+            name = mapping._model_mapping[made.model_type]
+            door = Door(functools.partial(_model_class, name if isinstance(name, str) else name[0]))
+            mapping.register(made, door, exist_ok=True)  # type: ignore[arg-type]
+
+
+def _model_class(name: str) -> Any:
+    from hf_posenc.patch import loading_class
+
+    return loading_class(getattr(transformers, name))

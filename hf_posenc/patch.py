@@ -64,7 +64,7 @@ def patch(
         PatchError: a model in a state that cannot be changed.
         ValueError: an attention implementation that could not apply the encoding.
     """
-    top, base = _find(model)
+    top, base = transformers_model(model)
     architecture = architecture_of(base.config)
     asked = as_encoding(encoding)
     earlier = _plan_of(base)
@@ -102,7 +102,7 @@ def unpatch(model: M) -> M:
     Raises:
         PatchError: the model was wrapped (FSDP) since it was patched; unwrap it first.
     """
-    top, base = _find(model)
+    top, base = transformers_model(model)
     journal: Journal | None = base.__dict__.get(JOURNAL)
     if journal is not None:
         journal.unwind(model, top, base)
@@ -111,14 +111,14 @@ def unpatch(model: M) -> M:
 
 def encoding_of(model: nn.Module) -> Encoding:
     """The encoding in force: as it was asked for where the model is patched, the native one where it is not."""
-    _, base = _find(model)
+    _, base = transformers_model(model)
     plan = _plan_of(base)
     return plan.encoding if plan else checkpoint.native_encoding(base.config, architecture_of(base.config))
 
 
 def position_parameters(model: nn.Module) -> list[str]:
     """Names, as in `model.named_parameters()`, of the trainable weights that the patch brought. Empty where there are none."""
-    _, base = _find(model)
+    _, base = transformers_model(model)
     plan = _plan_of(base)
     if plan is None:
         return []
@@ -130,7 +130,7 @@ def position_parameters(model: nn.Module) -> list[str]:
 
 def position_modules(model: nn.Module) -> list[str]:
     """Names of the modules that hold those weights, as PEFT's `modules_to_save` wants them."""
-    _, base = _find(model)
+    _, base = transformers_model(model)
     plan = _plan_of(base)
     if plan is None:
         return []
@@ -153,7 +153,7 @@ def set_native_weight(model: M, weight: float) -> M:
         PatchError: the model is not patched with `keep_native=True`.
         ValueError: a weight outside 0 to 1.
     """
-    _, base = _find(model)
+    _, base = transformers_model(model)
     plan = _plan_of(base)
     if plan is None or not plan.keep_native:
         raise PatchError("set_native_weight needs a model patched with keep_native=True: there is no native encoding to fade.")
@@ -168,7 +168,7 @@ def set_native_weight(model: M, weight: float) -> M:
 # ---------------------------------------------------------------------- finding one's way in a model
 
 
-def _find(model: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+def transformers_model(model: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The transformers model inside any wrapper, and its base model.
 
     Raises:
@@ -589,7 +589,7 @@ def loading_class(stock: type) -> type:
 
 
 def _patch_from_record(model: PreTrainedModel) -> None:
-    top, base = _find(model)
+    top, base = transformers_model(model)
     if _plan_of(base) is not None:  # a base model inside, built by its own Auto class
         return
     architecture = architecture_of(base.config)

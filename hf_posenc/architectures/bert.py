@@ -6,6 +6,7 @@ ARCHITECTURE = Architecture(
     model_type="bert",
     attention="encoder.layer.*.attention.self",
     projections=(("query", ("query",)), ("key", ("key",))),
+    adapted=("query", "key", "value"),
     table="embeddings.position_embeddings",
     table_buffers=("embeddings.position_ids", "embeddings.token_type_ids"),
     causal="is_decoder",

@@ -6,5 +6,6 @@ ARCHITECTURE = Architecture(
     model_type="gpt2",
     attention="h.*.attn",
     projections=(("c_attn", ("query", "key", "value")),),
+    adapted=("c_attn",),
     table="wpe",
 )

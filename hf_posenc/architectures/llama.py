@@ -6,5 +6,6 @@ ARCHITECTURE = Architecture(
     model_type="llama",
     attention="layers.*.self_attn",
     projections=(("q_proj", ("query",)), ("k_proj", ("key",))),
+    adapted=("q_proj", "k_proj", "v_proj", "o_proj"),
     rotary="rotary_emb",
 )
