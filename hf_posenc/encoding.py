@@ -191,7 +191,7 @@ class Encoding:
     """The `rope_type` of `config.rope_parameters` that stands for this encoding; None where there is none."""
 
     def stock_form(self, shape: ModelShape) -> dict[str, Any] | None:
-        """Config entries with which stock transformers runs a resolved encoding at its native site; None where none can."""
+        """Config entries with which transformers runs a resolved encoding at its native site; None if it cannot."""
         return None
 
     @classmethod
@@ -270,8 +270,8 @@ def as_encoding(value: Encoding | str | dict[str, Any]) -> Encoding:
     if isinstance(value, dict):
         return Encoding.from_dict(value)
     raise EncodingError(
-        "Expected an encoding: a value (YaRN(factor=4)), text ('yarn:factor=4') or dict ({'name': 'yarn', 'factor': 4});"
-        f" got {type(value).__name__}: {value!r}."
+        "Expected an encoding: a value (YaRN(factor=4)), text ('yarn:factor=4') or dict ({'name': 'yarn', 'factor': 4})"
+        f"; got {type(value).__name__}: {value!r}."
     )
 
 

@@ -1,0 +1,72 @@
+"""FIRE: a small learned function of the distance, measured in parts of the context so far.
+
+Li et al. 2023, "Functional Interpolation for Relative Positions Improves Long Context Transformers" (arXiv 2310.04418),
+section 3, b(i, j) = f(psi(i - j) / psi(max(L, i))); sizes and starting values from the code in its appendix. Because
+distances are divided by the query's own position, a longer context stays within the range seen in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.encoding import ModelShape, Weights, check_number
+from hf_posenc.encodings._score import ScoreBias, distances
+
+
+@dataclass(frozen=True)
+class Fire(ScoreBias):
+    """f(psi(query - key) / psi(max(L, query))) with psi(x) = log(c x + 1) and f a network of one hidden layer.
+
+    Encoders take the absolute distance, and the larger of the two positions for the query's. The network's output has
+    no offset: one would be the same for all keys, which the softmax does not see.
+
+    Weights:
+        c: [1]. Its sign has no meaning.
+        L_ratio: [1], L divided by `init_L`. Its sign has no meaning.
+        inner, inner_bias: [width], from the scaled distance to the hidden layer.
+        outer: [heads, width], from the hidden layer to the bias of each head.
+    """
+
+    name: ClassVar[str] = "fire"
+
+    width: int = 32
+    """Units of the hidden layer (default: the code in the appendix of the paper)."""
+    init_c: float = 0.1
+    """Start of c, in 1 / tokens: how soon the logarithm sets in (default: the same code)."""
+    init_L: float = 512.0
+    """Start of L, in tokens: queries before it measure distances in parts of L (default: the same code)."""
+
+    def __post_init__(self) -> None:
+        check_number(self, "width", low=1, integer=True)
+        check_number(self, "init_c", low=0, strict=True)
+        check_number(self, "init_L", low=1)
+
+    def new_weights(self, shape: ModelShape, native_table: Tensor | None) -> Weights:
+        def uniform(*size: int, bound: float) -> Tensor:
+            return (torch.rand(*size, dtype=torch.float32, device="cpu") * 2 - 1) * bound
+
+        return {
+            "c": torch.full((1,), float(self.init_c), dtype=torch.float32, device="cpu"),
+            "L_ratio": torch.ones(1, dtype=torch.float32, device="cpu"),
+            "inner": uniform(self.width, bound=1.0),
+            "inner_bias": uniform(self.width, bound=1.0),
+            "outer": uniform(shape.heads, self.width, bound=self.width**-0.5),
+        }
+
+    def bias(self, query_positions: Tensor, key_positions: Tensor, weights: Weights, shape: ModelShape) -> Tensor:
+        with torch.autocast(query_positions.device.type, enabled=False):
+            distance = distances(query_positions, key_positions).squeeze(1).abs()  # [batch, queries, keys]
+            reach = query_positions.unsqueeze(-1)
+            if not shape.causal:
+                reach = torch.maximum(reach, key_positions.unsqueeze(-2))
+            c = weights["c"].float().abs()
+            least = weights["L_ratio"].float().abs() * float(self.init_L)
+            reach = torch.maximum(reach.float(), least)
+            part = torch.log1p(c * distance.float()) / torch.log1p(c * reach).clamp(min=1e-6)
+            inner, offset = (weights[name].float().reshape(-1, 1) for name in ("inner", "inner_bias"))
+            hidden = torch.relu(inner * part.flatten(1).unsqueeze(1) + offset)  # [batch, width, queries * keys]
+            return (weights["outer"].float() @ hidden).unflatten(-1, part.shape[1:])
