@@ -106,8 +106,10 @@ def _load(plan: tuple[str, str, list[str]], text_field: str, messages_field: str
         ):
             cause = cause.__cause__ or cause.__context__
         raise ValueError(str(cause) if cause is not None else f"{name!r} could not be read: {error}") from error
-    if len(rows) == 0:
-        raise ValueError(f"{name!r} holds no text: every document in it is blank.")
+    except ValueError as error:
+        if "no data" not in str(error):
+            raise
+        raise ValueError(f"{name!r} holds no text: every document in it is blank.") from error
     return rows
 
 
@@ -128,7 +130,7 @@ def _rows_of_files(
                 rows = iter([{"id": label, "text": text, "messages": ""}])
             yield from (row for row in rows if row["text"].strip() or row["messages"])
         except UnicodeDecodeError as error:
-            if len(files) > 1:  # a folder of sources may hold a few files in other codes
+            if base.is_dir():  # a folder of sources may hold a few files in other codes
                 logger.warning("%s is left out: it is not UTF-8 text (byte %d).", file, error.start)
                 continue
             raise ValueError(f"{file!r} is not UTF-8 text: byte {error.start} cannot be decoded.") from error
@@ -200,7 +202,7 @@ def _rows_of_dataset(kind: str, name: str, text_field: str, messages_field: str,
         raise ValueError(f"{name!r} has no column {text_field!r} or {messages_field!r}. It has: {', '.join(columns)}.")
 
     def convert(row: dict[str, Any], index: int) -> dict[str, str]:
-        return _row(row, f"{name}:{index}", f"{name!r}, row {index}", text_field, messages_field)
+        return _row(dict(row), f"{name}:{index}", f"{name!r}, row {index}", text_field, messages_field)
 
     rows = data.map(convert, with_indices=True, remove_columns=columns)
     rows = rows.filter(lambda row: bool(row["text"].strip() or row["messages"]))

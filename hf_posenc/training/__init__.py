@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hf_posenc.training.arguments import Arguments, FinetuneArguments, parse_arguments
     from hf_posenc.training.callbacks import FadeNative, Fading, StopOnSignal
     from hf_posenc.training.loss import sliced_cross_entropy
-    from hf_posenc.training.merge import merge
     from hf_posenc.training.run import FinetuneResult, finetune, main
     from hf_posenc.training.trainer import LongContextTrainer, NonFiniteLossError, last_checkpoint
 
@@ -28,7 +27,6 @@ _HOME = {
     "finetune": "run",
     "last_checkpoint": "trainer",
     "main": "run",
-    "merge": "merge",
     "parse_arguments": "arguments",
     "sliced_cross_entropy": "loss",
 }
@@ -45,7 +43,6 @@ __all__ = [
     "finetune",
     "last_checkpoint",
     "main",
-    "merge",
     "parse_arguments",
     "sliced_cross_entropy",
 ]

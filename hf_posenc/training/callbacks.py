@@ -122,6 +122,6 @@ class FadeNative(TrainerCallback):
             logs["native_weight"] = self.fading.weight(state.global_step)
 
     def _set(self, step: int) -> None:
-        import hf_posenc
+        from hf_posenc.patch import set_native_weight
 
-        hf_posenc.set_native_weight(self.model, self.fading.weight(step))
+        set_native_weight(self.model, self.fading.weight(step))

@@ -152,7 +152,10 @@ def output_layer(model: nn.Module) -> tuple[nn.Module, bool] | None:
     config = getattr(plain, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False) or getattr(config, "output_router_logits", False):
         return None
-    loss = LOSS_MAPPING.get(getattr(plain, "loss_type", None))  # type: ignore[arg-type]
+    kind = getattr(plain, "loss_type", None)
+    if kind is None and type(plain).__name__.endswith(("LMHeadModel", "ForCausalLM")):
+        kind = "ForCausalLM"  # what transformers falls back to, for instance for GPT-2
+    loss = LOSS_MAPPING.get(str(kind))
     find = getattr(plain, "get_output_embeddings", None)
     head = find() if callable(find) else None
     if head is None or loss not in (ForCausalLMLoss, ForMaskedLMLoss):

@@ -44,8 +44,8 @@ def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: st
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    import hf_posenc
     from hf_posenc.models import load_model
+    from hf_posenc.patch import patch
 
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     source = base or config.get("base_model_name_or_path")
@@ -56,7 +56,7 @@ def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: st
     record = adapter / ENCODING_RECORD
     if record.is_file():
         stored = json.loads(record.read_text(encoding="utf-8"))
-        hf_posenc.patch(model, stored)
+        patch(model, stored)
     model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     if (adapter / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(str(adapter))

@@ -112,13 +112,15 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
 
     stop = StopOnSignal()
     callbacks: list[Any] = [stop]
-    if ours.native_weight_schedule is not None:
-        callbacks.append(FadeNative(model, Fading.parse(ours.native_weight_schedule)))
+    fading = Fading.parse(ours.native_weight_schedule) if ours.native_weight_schedule is not None else None
+    if fading is not None:
+        callbacks.append(FadeNative(model, fading))
     trainer = LongContextTrainer(
         model=model,
         args=training,
         train_dataset=train,
-        eval_dataset=measured if isinstance(measured, TrainingBlocks) else None,
+        # The Trainer insists on one; where there is a measurement, it is not looked at.
+        eval_dataset=measured if measured is None or isinstance(measured, TrainingBlocks) else [],  # type: ignore[arg-type]
         data_collator=Collator(_pad_id(setup.tokenizer), ours.packing, _parts(training)),  # type: ignore[arg-type]
         processing_class=setup.tokenizer,
         callbacks=callbacks,
@@ -127,7 +129,8 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         encoding_record=setup.encoding_record,
     )
     if callable(measured):
-        trainer.measure = _measurement(trainer, measured)
+        limit = setup.trained_length if fading is not None and _has_table(setup.model) else None
+        trainer.measure = _measurement(trainer, measured, fading, limit)
     done = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     if stop.stopped:
         logger.info("Stopped by SIGTERM at step %d; the same command goes on from there.", done.global_step)
@@ -143,9 +146,9 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
 
 
 def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Setup:
-    import hf_posenc
     from hf_posenc.architecture import architecture_of
     from hf_posenc.checkpoint import pretrained_length
+    from hf_posenc.patch import encoding_of, patch
 
     model, tokenizer = _load(ours, training)
     if ours.attn_implementation is not None:
@@ -155,13 +158,19 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         encoding, record, length = "native", None, trained
     else:
         trained = pretrained_length(model.config, architecture_of(model.config))
-        wanted = ours.encoding if ours.encoding is not None else hf_posenc.encoding_of(model)
-        hf_posenc.patch(
-            model, wanted, context_length=ours.context_length, keep_native=ours.native_weight_schedule is not None
-        )
-        found = hf_posenc.encoding_of(model)
+        wanted = ours.encoding if ours.encoding is not None else encoding_of(model)
+        patch(model, wanted, context_length=ours.context_length, keep_native=ours.native_weight_schedule is not None)
+        found = encoding_of(model)
         encoding, record = str(found), found.to_dict()
         length = ours.context_length or max(trained, int(model.config.max_position_embeddings))
+    if ours.native_weight_schedule is not None and length > trained and _has_table(model):
+        # The native table has no rows beyond its own.
+        if (ours.block_length or 0) > trained or ours.position_skipping != "none":
+            raise ValueError(
+                f"--native_weight_schedule: the native table has {trained} positions, so that samples are no longer "
+                f"while it fades: --block_length {trained}, without --position_skipping."
+            )
+        ours.block_length = ours.block_length or trained
     block = ours.block_length or min(length, trained if ours.position_skipping != "none" else length)
     if ours.position_skipping != "none" and block >= length:
         raise ValueError(
@@ -180,6 +189,12 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
     if tokenizer.model_max_length < length or ours.context_length is not None:
         tokenizer.model_max_length = length
     return _Setup(model, tokenizer, encoding, record, trained, length, block)
+
+
+def _has_table(model: Any) -> bool:
+    from hf_posenc.architecture import architecture_of
+
+    return architecture_of(model.config).table is not None
 
 
 def _load(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Any, Any]:
@@ -242,13 +257,13 @@ def _add_adapter(model: Any, ours: FinetuneArguments, training: TrainingArgument
         return model
     from peft import get_peft_model
 
-    import hf_posenc
+    from hf_posenc.adapters import lora_config
 
     options: dict[str, Any] = {"train_norms": ours.train_norms, "train_embeddings": ours.train_embeddings}
     if ours.lora_targets is not None:
         options["target_modules"] = ours.lora_targets
     alpha = ours.lora_alpha if ours.lora_alpha is not None else 2 * ours.lora_r
-    config = hf_posenc.lora_config(model, r=ours.lora_r, lora_alpha=alpha, lora_dropout=ours.lora_dropout, **options)
+    config = lora_config(model, r=ours.lora_r, lora_alpha=alpha, lora_dropout=ours.lora_dropout, **options)
     config.base_model_name_or_path = ours.model
     adapted = get_peft_model(model, config)
     config.base_model_name_or_path = ours.model  # PEFT puts the config's name there, which a .gguf file does not have
@@ -327,11 +342,13 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
             f"--eval_text {' '.join(ours.eval_text)}: no document has min_document_tokens={ours.min_document_tokens}."
         )
 
-    def measure(model: nn.Module, distributed: bool | None) -> dict[str, float]:
+    def measure(model: nn.Module, distributed: bool | None, longest: int | None) -> dict[str, float]:
         from hf_posenc.evaluation import perplexity
 
         found, loss = {}, math.nan
         for length in lengths:
+            if longest is not None and length > longest:
+                continue
             result = perplexity(model, chosen, window=length, progress=False, distributed=distributed)
             found[f"perplexity_{length}"] = result.perplexity
             loss = result.mean_nll
@@ -341,16 +358,23 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
 
 
 def _measurement(
-    trainer: LongContextTrainer, measure: Callable[[nn.Module, bool | None], dict[str, float]]
+    trainer: LongContextTrainer,
+    measure: Callable[[nn.Module, bool | None, int | None], dict[str, float]],
+    fading: Fading | None,
+    limit: int | None,
 ) -> Callable[[nn.Module], dict[str, float]]:
-    """`measure` in the trainer's precision, shared by the processes where each holds the whole model."""
+    """`measure` in the trainer's precision, shared by the processes where each holds the whole model.
+
+    While a native table fades, lengths above its `limit` cannot be measured.
+    """
 
     def run(wrapped: nn.Module) -> dict[str, float]:
+        fades = fading is not None and fading.weight(trainer.state.global_step) > 0
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         # Processes that hold parts of the weights must all make the same calls, and only of the whole model.
         model: nn.Module = _Whole(wrapped) if sharded else trainer.accelerator.unwrap_model(wrapped)
-        with trainer.compute_loss_context_manager():
-            return measure(model, False if sharded else None)
+        with trainer.accelerator.autocast():
+            return measure(model, False if sharded else None, limit if fades else None)
 
     return run
 
@@ -391,7 +415,6 @@ def _plan_text(
     steps = estimate.steps(training, report.blocks if report else None, training.world_size)
     memory = estimate.estimate(model, training, setup.block_length, ours.loss_slice)
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
-    gib = 2**30
     skipping = {
         "none": "none",
         "pose": f"PoSE, {ours.pose_chunks or 2} pieces over {setup.context_length} positions",
@@ -419,13 +442,17 @@ def _plan_text(
         ),
         (
             "memory, roughly",
-            f"{memory.total / gib:.2f} GiB a device, unsharded: weights {memory.weights / gib:.2f}, "
-            f"gradients {memory.gradients / gib:.2f}, optimizer {memory.optimizer / gib:.2f}, "
-            f"activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}",
+            f"{_size(memory.total)} a device, unsharded: weights {_size(memory.weights)}, "
+            f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
+            f"activations {_size(memory.activations)}, logits {_size(memory.logits)}",
         ),
         ("output", training.output_dir or ""),
     ]
     return "\n".join(f"{name + ':':<19}{text}" for name, text in lines)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _method(ours: FinetuneArguments) -> str:
@@ -461,7 +488,7 @@ def _save(
         if ours.lora and ours.merge and not ours.qlora:
             from hf_posenc.training.merge import merged
 
-            model, tokenizer = merged(temporary / "adapter", dtype=_dtype_name(ours, trainer.args))
+            model, tokenizer = merged(temporary / "adapter", dtype=None if ours.dtype == "auto" else ours.dtype)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         for leftover in temporary.rglob("training_args.bin"):

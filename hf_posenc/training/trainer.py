@@ -52,6 +52,11 @@ class LongContextTrainer(Trainer):
         self.document_names = document_names
         self.measure = measure
         self.encoding_record = encoding_record
+        found = output_layer(self.accelerator.unwrap_model(self.model))
+        if (
+            found is not None
+        ):  # transformers 5.24 misses models without a `loss_type`, GPT-2 for one, and counts a target too many
+            self._loss_shifts_labels = found[1]
         self._sliced: bool | None = None  # None until the first batch has shown whether the model's logits pass through
         self._sample_ids: list[int] = []
 
@@ -69,6 +74,8 @@ class LongContextTrainer(Trainer):
         samples = inputs.pop("sample_ids", None)
         if model.training and samples is not None:
             self._sample_ids += samples.reshape(-1).tolist()
+        if "position_ids" in inputs and "attention_mask" not in inputs:
+            inputs["use_cache"] = False  # transformers tells packed documents apart only where there is no cache
         plain = self.accelerator.unwrap_model(self.model)
         found = output_layer(plain) if "labels" in inputs and self._may_slice(return_outputs) else None
         if found is None:
