@@ -3,6 +3,7 @@ GGUF file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,72 @@ def _import_plugin() -> None:
     import importlib
 
     importlib.import_module("hf_posenc")
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """Load only the tokenizer of what `load_model` takes.
+
+    Raises:
+        ValueError: nothing at `source`, or no tokenizer in it.
+    """
+    import transformers
+
+    kind, path = _find(source)
+    if kind == "gguf":
+        assert path is not None
+        return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if kind == "adapter" and path is not None and not (path / "tokenizer_config.json").is_file():
+        settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+        return load_tokenizer(settings["base_model_name_or_path"])
+    where = str(source) if path is None else str(path)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(where)
+    except OSError as error:
+        raise ValueError(f"Cannot load a tokenizer from {where!r}: {str(error).splitlines()[0]}") from error
+
+
+def fingerprint(source: str | Path) -> str:
+    """A hash of what lies at `source`: equal for equal weights and config, wherever they are.
+
+    Files above 64 MB are sampled (64 pieces of 1 MB, evenly spread, and the length): two checkpoints of one model
+    differ everywhere, and reading them whole would take longer than loading them.
+
+    Raises:
+        ValueError: nothing at `source`.
+    """
+    kind, path = _find(source)
+    if kind == "hub":
+        from transformers.utils import cached_file
+
+        try:
+            config = cached_file(str(source), "config.json")
+        except OSError as error:
+            raise ValueError(f"Cannot find a model at {str(source)!r}: {str(error).splitlines()[0]}") from error
+        assert config is not None
+        path = Path(config).parent
+    assert path is not None
+    if path.is_file():
+        return _hash_files([path])
+    suffixes = {".json", ".safetensors", ".bin", ".gguf"}
+    files = sorted(item for item in path.iterdir() if item.suffix in suffixes and item.is_file())
+    digest = _hash_files(files)
+    if kind == "adapter":
+        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        digest = hashlib.sha256((digest + fingerprint(base)).encode()).hexdigest()
+    return digest
+
+
+def _hash_files(files: list[Path]) -> str:
+    piece, pieces = 1 << 20, 64
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= piece * pieces:
+                digest.update(file.read())
+                continue
+            for number in range(pieces):
+                file.seek((size - piece) * number // (pieces - 1))
+                digest.update(file.read(piece))
+    return digest.hexdigest()

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.likelihood import PerplexityResult as PerplexityResult
     from hf_posenc.evaluation.likelihood import perplexity as perplexity
     from hf_posenc.evaluation.pseudo import pseudo_perplexity as pseudo_perplexity
+    from hf_posenc.evaluation.sweep import evaluate as evaluate
 
 _HOME = {
+    "evaluate": "sweep",
     "PerplexityResult": "likelihood",
     "perplexity": "likelihood",
     "pseudo_perplexity": "pseudo",

@@ -8,6 +8,7 @@ curve: see `PerplexityResult.by_context`. (Not where the encoding's own numbers 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -104,9 +105,40 @@ class PerplexityResult:
             raise ValueError(f"edges={edges} is not allowed; it must be a growing list of positive lengths in tokens.")
         rows = []
         for low, high in zip([0, *edges[:-1]], edges, strict=True):
-            chosen = self.token_nll[(self.token_context >= low) & (self.token_context < high)]
-            rows.append((low, high, _exp(float(chosen.mean())) if len(chosen) else math.nan, len(chosen)))
+            part = self.within(low, high)
+            rows.append((low, high, _exp(part.nll / part.tokens) if part.tokens else math.nan, part.tokens))
         return rows
+
+    def within(self, low: int, high: int) -> PerplexityResult:
+        """The part of the result whose targets have `low <= tokens seen before < high`. It may be empty."""
+        chosen = (self.token_context >= low) & (self.token_context < high)
+        windows_left = torch.unique_consecutive(self.window_of[chosen], return_inverse=True)[1]
+        return dataclasses.replace(
+            self,
+            token_nll=self.token_nll[chosen],
+            token_context=self.token_context[chosen],
+            document_of=self.document_of[chosen],
+            window_of=windows_left,
+        )
+
+    def by_position(self, per_octave: int = 8) -> list[tuple[float, float, int]]:
+        """The loss by position, in bins of equal width on a log scale: [(tokens seen before, nats, targets)].
+
+        The first is the mean of the bin's targets, as is the loss. Bins without a target are left out.
+        """
+        check_int("per_octave", per_octave, low=1, why="it is the number of bins between a length and its double")
+        if not self.tokens:
+            return []
+        # Computed on the few distinct contexts, so that rounding of the logarithm cannot split equal ones.
+        contexts, place = torch.unique(self.token_context.clamp(min=1), return_inverse=True)
+        bins = (contexts.double().log2() * per_octave + 1e-9).floor().long()[place]
+        size = int(bins.max()) + 1
+        count = torch.bincount(bins, minlength=size)
+        loss = torch.zeros(size, dtype=torch.float64).index_add_(0, bins, self.token_nll)
+        seen = torch.zeros(size, dtype=torch.float64).index_add_(0, bins, self.token_context.double())
+        return [
+            (float(seen[i] / count[i]), float(loss[i] / count[i]), int(count[i])) for i in count.nonzero().flatten()
+        ]
 
     def confidence_interval(
         self, level: float = 0.95, samples: int = 1000, seed: int = 0
@@ -119,10 +151,13 @@ class PerplexityResult:
         if not 0 < level < 1:
             raise ValueError(f"level={level!r} is not allowed; it must lie between 0 and 1.")
         count = torch.bincount(self.document_of, minlength=self.documents).double()
-        if int((count > 0).sum()) < 2:
+        used = count > 0
+        documents = int(used.sum())
+        if documents < 2:
             return None
         total = torch.zeros(self.documents, dtype=torch.float64).index_add_(0, self.document_of, self.token_nll)
-        draw = torch.randint(self.documents, (samples, self.documents), generator=torch.Generator().manual_seed(seed))
+        count, total = count[used], total[used]
+        draw = torch.randint(documents, (samples, documents), generator=torch.Generator().manual_seed(seed))
         means = total[draw].sum(1) / count[draw].sum(1)
         tail = (1 - level) / 2
         low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()

@@ -19,11 +19,6 @@ def text_config(model: nn.Module) -> Any:
     return getter() if callable(getter) else config
 
 
-def is_patched(model: nn.Module) -> bool:
-    """True where hf_posenc has replaced the model's position encoding."""
-    return getattr(getattr(model, "config", None), "hf_posenc", None) is not None
-
-
 def context_length(model: nn.Module) -> int | None:
     """Tokens that the model's config says it takes; None where it does not say."""
     value = getattr(text_config(model), "max_position_embeddings", None)
@@ -48,11 +43,12 @@ def hard_limit(model: nn.Module) -> tuple[int, str] | None:
     if config is None:
         return None
     kind = getattr(config, "model_type", None)
-    if is_patched(model):
-        encoding = _encoding_of(model)
-        rows = getattr(encoding, "num_positions", None)
+    record = getattr(getattr(model, "config", None), "hf_posenc", None)
+    if isinstance(record, dict):
+        resolved = record.get("resolved") or {}
+        rows = resolved.get("num_positions")
         if isinstance(rows, int):
-            return rows, f"the learned table that the patch gave this model ({kind}) has {rows} positions"
+            return rows, f"the {resolved.get('name')} table that the patch gave this model ({kind}) has {rows} rows"
         return None
     rows = context_length(model)
     if kind in _TABLES and rows is not None:
@@ -69,12 +65,3 @@ def check_length(model: nn.Module, name: str, value: int) -> None:
             " model first"
             f' (for example hf_posenc.patch(model, "learned", context_length={value})).'
         )
-
-
-def _encoding_of(model: nn.Module) -> Any:
-    try:
-        import hf_posenc
-
-        return hf_posenc.encoding_of(model)
-    except (ImportError, AttributeError, ValueError):
-        return None

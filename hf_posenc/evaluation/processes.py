@@ -60,6 +60,14 @@ class Processes:
         torch.distributed.all_gather_object(parts, items)
         return {number: item for part in parts for number, item in part.items()}
 
+    def first_says(self, value: Any) -> Any:
+        """The first process's `value`, in every process: so that all decide alike."""
+        if self.count == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]
+
     def wait(self) -> None:
         """Wait until every process is here."""
         if self.count > 1:

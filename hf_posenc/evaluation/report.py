@@ -1,0 +1,310 @@
+"""The report of an evaluation: `results.json`, `report.md`, `report.html` and the pictures beside them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.evaluation import plots
+from hf_posenc.evaluation.files import write_json, write_whole
+
+
+def write_report(results: dict[str, Any], folder: Path) -> list[Path]:
+    """Write all files of a report into `folder`, each whole; the ones that name others come last.
+
+    Args:
+        results: what `evaluate` returns.
+
+    Returns:
+        The files written: `results.json`, pictures, `report.md`, `report.html`.
+    """
+    pictures = {name: plot for name, plot in _pictures(results).items() if plot is not None}
+    written = [write_json(folder / "results.json", results)]
+    for name, (figure, _) in pictures.items():
+        written += plots.save(figure, folder / name)
+    images = [(name, caption, (folder / f"{name}.svg").read_bytes()) for name, (_, caption) in pictures.items()]
+    written.append(write_whole(folder / "report.md", _markdown(results, images)))
+    written.append(write_whole(folder / "report.html", _html(results, images)))
+    return written
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The main tables as plain text, for a terminal."""
+    return "\n\n".join(_text_table(head, rows) for _, _, head, rows in _tables(results))
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
+    trained = results["model"]["trained_length"]
+    text = ", ".join(Path(source).name or source for source in results["text"]["sources"])
+    subject = f"{results['model']['name']} on {text}"
+    encodings = results["encodings"]
+    curve = plots.perplexity_curve(
+        {entry["label"]: [(row["length"], float(row["perplexity"])) for row in entry["rows"]] for entry in encodings},
+        trained_length=trained,
+        title=f"Perplexity against context length: {subject}",
+        intervals={
+            entry["label"]: [(row["length"], *map(float, row["interval"])) for row in entry["rows"] if row["interval"]]
+            for entry in encodings
+        },
+    )
+    steady = [entry for entry in encodings if not entry["length_dependent"] or len(encodings) == 1]
+    positions = plots.loss_by_position(
+        {entry["label"]: [(float(x), float(y), n) for x, y, n in entry["positions"] if x >= 16] for entry in steady},
+        trained_length=trained,
+        title=f"Loss by position: {subject}",
+    )
+    turning = {entry["label"]: entry["frequencies"] for entry in encodings if entry.get("frequencies")}
+    found: dict[str, tuple[Any, str] | None] = {
+        "perplexity": (
+            curve,
+            "Perplexity of the targets with L/2 .. L-1 tokens before them, against L. Thin bars, where there is enough"
+            " text: 95 % bootstrap intervals over blocks.",
+        ),
+        "loss_by_position": (
+            positions,
+            "Loss against the number of tokens before the target, in bins of equal width on the log scale: faint as"
+            " measured,"
+            " strong smoothed.",
+        )
+        if steady
+        else None,
+        "wavelengths": (
+            plots.wavelengths(turning, trained_length=trained, context_length=max(results["settings"]["lengths"])),
+            "Tokens in one full turn of each rotary pair.",
+        )
+        if turning
+        else None,
+    }
+    for number, entry in enumerate(encodings):
+        if entry.get("passkey"):
+            table = {
+                int(n): {float(d): float(v) for d, v in row.items()} for n, row in entry["passkey"]["accuracy"].items()
+            }
+            found[f"passkey_{number}"] = (
+                plots.needle_heatmap(table, trained_length=trained, title=f"Passkey retrieval: {entry['label']}"),
+                f"Passkeys found under {entry['label']}, {entry['passkey']['trials']} a cell, exact match, greedy"
+                " decoding.",
+            )
+    return found
+
+
+def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
+    """[(title, note, head, rows)]."""
+    encodings, trained = results["encodings"], results["model"]["trained_length"]
+    lengths = [row["length"] for row in encodings[0]["rows"]]
+    tables = [
+        (
+            "Perplexity by context length",
+            "Column L: targets with L/2 .. L-1 tokens before them."
+            + (f" The model was trained on {trained:,} tokens." if trained else ""),
+            ["encoding", *(f"{length:,}" for length in lengths)],
+            [[entry["label"], *(_number(row["perplexity"]) for row in entry["rows"])] for entry in encodings],
+        )
+    ]
+    short = [i for i, length in enumerate(lengths) if trained and length <= trained]
+    changed = [entry for entry in encodings if entry["label"] != "native"]
+    if short and changed and results["native"]:
+        tables.append(
+            (
+                "What it costs at short lengths",
+                "Change of perplexity against the native encoding, at the trained length and below.",
+                ["encoding", *(f"{lengths[i]:,}" for i in short)],
+                [
+                    [entry["label"], *(_change(entry["rows"][i]["change_against_native"]) for i in short)]
+                    for entry in changed
+                ],
+            )
+        )
+    probed = [entry for entry in encodings if entry.get("passkey")]
+    if probed:
+        sizes = list(probed[0]["passkey"]["accuracy"])
+        rows = []
+        for entry in probed:
+            cells = [entry["passkey"][kind] for kind in ("accuracy", "lenient")]
+            means = [" / ".join(f"{_mean(kind[size].values()):.0%}" for kind in cells) for size in sizes]
+            rows.append([entry["label"], *means])
+        tables.append(
+            (
+                "Passkeys found",
+                "Exact / lenient match, mean over depths. Column: tokens of the prompt.",
+                ["encoding", *(f"{int(size):,}" for size in sizes)],
+                rows,
+            )
+        )
+    tables.append(
+        (
+            "The runs",
+            "Over all targets, whatever their context.",
+            ["encoding", "perplexity", "95 % interval", "bits per byte", "targets", "passes", "seconds"],
+            [
+                [
+                    entry["label"],
+                    _number(entry["perplexity"]),
+                    " .. ".join(map(_number, entry["interval"])) if entry["interval"] else "-",
+                    f"{float(entry['bits_per_byte']):.4f}",
+                    f"{entry['tokens']:,}",
+                    str(entry["passes"]),
+                    f"{entry['seconds']:.1f}",
+                ]
+                for entry in encodings
+            ],
+        )
+    )
+    return tables
+
+
+def _notes(results: dict[str, Any]) -> list[str]:
+    settings, text = results["settings"], results["text"]
+    notes = [
+        f"Definition `{settings['definition']}`: {settings['definition_means']}.",
+        f"Windows of {settings['window']:,} tokens"
+        + (
+            f", {settings['stride']:,} tokens apart."
+            if settings["stride"]
+            else " without overlap, each a fresh context."
+        ),
+        "One pass at the longest length gives every length: under a causal model the loss at position p is the loss"
+        " at context"
+        " length p.",
+    ]
+    dependent = [entry["label"] for entry in results["encodings"] if entry["length_dependent"]]
+    if dependent:
+        notes.append(
+            f"Not so for {', '.join(f'`{label}`' for label in dependent)}: its numbers depend on the length of the"
+            " sequence, so"
+            " each length had a pass of its own over the beginnings of the same blocks (same targets)."
+        )
+    notes += [
+        "No document is context for another."
+        if not text["concatenated"]
+        else "Documents were joined into one stream, with the end-of-text token between them.",
+        "No start token was added."
+        if settings["bos"] is None
+        else f"The start token {settings['bos']} stands before each window; it is context and no target.",
+        "Logits are scored in float32; sums are float64. Intervals: bootstrap over blocks, 1,000 draws, seed 0.",
+    ]
+    return notes
+
+
+def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
+    model, text = results["model"], results["text"]
+    return [
+        (
+            "model",
+            f"{model['name']} ({model['class']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
+        ),
+        ("trained length", f"{model['trained_length']:,} tokens" if model["trained_length"] else "unknown"),
+        ("text", f"{', '.join(text['sources'])}: {text['documents']:,} documents, {text['tokens']:,} tokens"),
+        ("device", results["device"]),
+        ("processes", str(results["processes"])),
+        ("seconds", f"{results['seconds']:.1f}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in results["versions"].items())),
+        ("made", results["created"]),
+    ]
+
+
+# ---------------------------------------------------------------------- as Markdown, as HTML
+
+
+def _markdown(results: dict[str, Any], images: Sequence[tuple[str, str, bytes]]) -> str:
+    parts = [f"# {results['title']}"]
+    shown = {name: f"![{caption}]({name}.png)\n\n{caption}" for name, caption, _ in images}
+    parts.append(shown.pop("perplexity"))
+    for title, note, head, rows in _tables(results):
+        parts.append(f"## {title}\n\n{note}\n\n{_pipe_table(head, rows)}")
+    parts += shown.values()
+    parts.append("## How each number was made\n\n" + "\n".join(f"- {note}" for note in _notes(results)))
+    parts.append("\n".join(f"- {name}: {value}" for name, value in _facts(results)))
+    parts.append(f"Command:\n\n```\n{results['command']}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
+figcaption, .note { color: #555; font-size: .9rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid #888; }
+pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: .85rem; } code { font-size: .92em; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; }
+dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+"""
+
+
+def _html(results: dict[str, Any], images: Sequence[tuple[str, str, bytes]]) -> str:
+    def escape(text: str) -> str:
+        pieces = html.escape(text).split("`")
+        return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
+
+    shown = {}
+    for name, caption, svg in images:
+        source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
+        shown[name] = (
+            f'<figure><img src="{source}" alt="{html.escape(caption)}">'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        )
+    parts = [f"<h1>{escape(results['title'])}</h1>", shown.pop("perplexity")]
+    for title, note, head, rows in _tables(results):
+        cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        parts.append(
+            f'<h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
+            f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+        )
+    parts += shown.values()
+    parts.append("<h2>How each number was made</h2><ul>")
+    parts += [f"<li>{escape(note)}</li>" for note in _notes(results)]
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(results))
+    parts.append(f"</ul><dl>{facts}</dl><h2>Command</h2><pre>{html.escape(results['command'])}</pre>")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(results['title'])}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _pipe_table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _text_table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in [head, *rows]
+    )
+
+
+def _number(value: Any) -> str:
+    value = float(value)
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "inf"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.2f}"
+
+
+def _change(value: Any) -> str:
+    return "-" if value is None or math.isnan(float(value)) else f"{float(value):+.1%}"
+
+
+def _mean(values: Any) -> float:
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers)

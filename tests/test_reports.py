@@ -1,0 +1,303 @@
+"""The sweep and its report: the right numbers in the right rows, resumed part by part, in files that are whole."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_posenc.evaluation import evaluate, perplexity, plots
+from hf_posenc.evaluation.files import plain, write_whole
+from hf_posenc.evaluation.report import summary
+from hf_posenc.evaluation.sweep import tokenize
+from models import tiny_gpt2, tiny_llama
+
+WORDS = ["time", "road", "stone", "river", "light", "house", "cloud", "green", "under", "seven"]
+
+
+def letters(bos: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are single characters: 0 is the end of text, 1 the start."""
+    vocabulary = {"<e>": 0, "<s>": 1} | {chr(32 + i): 2 + i for i in range(95)}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    if bos:
+        from tokenizers.processors import TemplateProcessing
+
+        inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>", bos_token="<s>")
+
+
+def prose(words: int, seed: int = 0) -> str:
+    draw = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return " ".join(WORDS[i] for i in draw)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved tiny LLaMA with a tokenizer."""
+    tiny_llama(max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    letters().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(prose(400))
+    return path
+
+
+def test_rows_are_the_perplexities_of_their_targets(tmp_path: Path, folder: Path, text: Path) -> None:
+    results = evaluate(folder, ["native", "linear:factor=2"], text, [256, 512], tmp_path / "out", progress=False)
+    ids = torch.tensor(letters()(text.read_text()).input_ids)
+    model = tiny_llama(max_position_embeddings=256)
+    blocks = [ids[begin : begin + 512] for begin in range(0, len(ids) - 1, 511)]
+    total = perplexity(model, blocks, 512)
+    native = results["encodings"][0]
+    assert native["label"] == "native"
+    assert native["tokens"] == len(ids) - 1 == total.tokens
+    assert native["perplexity"] == pytest.approx(total.perplexity, rel=1e-5)
+    for row in native["rows"]:
+        part = total.within(row["length"] // 2, row["length"])
+        assert row["tokens"] == part.tokens > 0
+        assert row["perplexity"] == pytest.approx(part.perplexity, rel=1e-5)
+        assert row["change_against_native"] == pytest.approx(0.0)
+    linear = results["encodings"][1]
+    assert [row["length"] for row in linear["rows"]] == [128, 256, 512]  # the short side is always there
+    for mine, theirs in zip(linear["rows"], native["rows"], strict=True):
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["perplexity"] != theirs["perplexity"]
+        assert mine["change_against_native"] == pytest.approx(mine["perplexity"] / theirs["perplexity"] - 1)
+
+
+def test_a_length_dependent_encoding_has_a_pass_for_each_length(folder: Path, text: Path) -> None:
+    results = evaluate(folder, ["dynamic_ntk:factor=4", "native"], text, [256, 512], progress=False)
+    dynamic, native = results["encodings"]
+    assert dynamic["length_dependent"] and dynamic["passes"] == 3
+    assert native["passes"] == 1
+    for mine, theirs in zip(dynamic["rows"], native["rows"], strict=True):
+        assert mine["tokens"] == theirs["tokens"]
+    # Up to the trained length its table is the native one, although a longer pass over the same text would change it.
+    for i in (0, 1):
+        assert dynamic["rows"][i]["perplexity"] == pytest.approx(native["rows"][i]["perplexity"], rel=1e-4)
+    assert dynamic["rows"][2]["perplexity"] != pytest.approx(native["rows"][2]["perplexity"], rel=1e-3)
+
+
+def test_native_is_measured_on_the_short_side_even_if_not_asked_for(folder: Path, text: Path) -> None:
+    results = evaluate(folder, ["yarn"], text, [512], progress=False)
+    assert [entry["label"] for entry in results["encodings"]] == ["yarn:factor=2"]
+    rows = {row["length"]: row for row in results["encodings"][0]["rows"]}
+    assert rows[256]["change_against_native"] is not None
+    assert rows[512]["change_against_native"] is None
+    assert re.search(r"yarn:factor=2 +[+-]\d+\.\d%", summary(results))  # the table of changes
+
+
+def test_files_of_a_report(tmp_path: Path, folder: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    results = evaluate(folder, ["native", "ntk:factor=2"], text, [256, 512], out, progress=False, command=["a", "b c"])
+    read = json.loads((out / "results.json").read_text())
+    assert read["encodings"] == json.loads(json.dumps(results["encodings"]))
+    for key in ("versions", "device", "command", "created", "settings", "text", "model", "seconds"):
+        assert read[key], key
+    assert read["command"] == "a 'b c'"
+    assert read["model"]["config"]["max_position_embeddings"] == 256
+    assert read["model"]["trained_length"] == 256
+    for name in ("perplexity", "loss_by_position", "wavelengths"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (out / f"{name}.svg").read_bytes()[:1000]
+    page = (out / "report.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # one file, nothing beside it
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    assert base64.b64decode(images[0]) == (out / "perplexity.svg").read_bytes()
+    report = (out / "report.md").read_text()
+    for name in re.findall(r"\]\(([^)]+)\)", report):
+        assert (out / name).is_file()
+    for entry in results["encodings"]:
+        for row in entry["rows"]:
+            assert f"{row['perplexity']:.2f}" in report or f"{row['perplexity']:.4g}" in report.replace(",", "")
+    assert not [item for item in out.rglob(".*")]  # no temporary file is left
+
+
+def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.evaluation import sweep
+
+    out, calls = tmp_path / "out", []
+    real = sweep._measure
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(sweep, "_measure", counting)
+    options: dict[str, Any] = {"progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(folder, ["native", "ntk:factor=2"], text, [512], out, **options)
+    assert not (out / "results.json").exists()
+    first = evaluate(folder, ["native", "ntk:factor=2"], text, [512], out, **options)
+    assert len(calls) == 3  # native was finished, ntk was not
+    second = evaluate(folder, ["native", "ntk:factor=2"], text, [512], out, **options)
+    assert len(calls) == 3
+    assert second["encodings"] == first["encodings"]
+    assert second["model"] == first["model"]
+    evaluate(folder, ["native"], text, [512], out, fresh=True, **options)
+    assert len(calls) == 4
+    text.write_text(prose(400, seed=1))
+    evaluate(folder, ["native"], text, [512], out, **options)
+    assert len(calls) == 5  # other text
+    tiny_llama(max_position_embeddings=256, seed=3).save_pretrained(folder)
+    evaluate(folder, ["native"], text, [512], out, **options)
+    assert len(calls) == 6  # other weights
+
+
+def test_a_given_model_is_left_as_it_was(text: Path) -> None:
+    import hf_posenc.patch as core
+
+    model = tiny_llama(max_position_embeddings=256)
+    ids = torch.arange(3, 60)[None]
+    before = model(ids).logits
+    evaluate(model, ["native", "alibi"], text, [256], tokenizer=letters(), progress=False)
+    assert torch.equal(model(ids).logits, before)
+    core.patch(model, "yarn:factor=2")
+    before = model(ids).logits
+    results = evaluate(model, ["saved", "native"], text, [256], tokenizer=letters(), progress=False)
+    assert torch.equal(model(ids).logits, before)
+    assert [entry["label"] for entry in results["encodings"]] == ["saved (yarn:factor=2)", "native"]
+
+
+def test_start_token_and_joined_documents(tmp_path: Path, folder: Path) -> None:
+    documents = [prose(30, 1), prose(60, 2), prose(90, 3)]
+    tokenizer = letters(bos=True)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "documents": documents, "progress": False}
+    results = evaluate(tiny_llama(max_position_embeddings=256), lengths=[256], **options)
+    count = sum(len(document) for document in documents)
+    assert results["settings"]["bos"] == 1
+    assert results["encodings"][0]["tokens"] == count - 3
+    joined = evaluate(tiny_llama(max_position_embeddings=256), lengths=[512], concatenate=True, bos=False, **options)
+    assert joined["settings"]["bos"] is None
+    assert joined["encodings"][0]["tokens"] == count + 2 - 1  # two ends of text between them
+    cut = evaluate(tiny_llama(max_position_embeddings=256), lengths=[256], max_tokens=300, bos=False, **options)
+    assert cut["text"]["tokens"] == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encodings": ["yarm"]}, "yarn"),
+        ({"encodings": []}, "encodings is empty"),
+        ({"encodings": ["yarn:factor=0.5"]}, "factor"),
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [0]}, "lengths=0"),
+        ({"lengths": [4096]}, "longest document has"),
+        ({"texts": "no/such/file.txt"}, "no/such/file.txt"),
+        ({"texts": ()}, "texts is empty"),
+        ({"documents": ["  "], "texts": ()}, "blank"),
+        ({"documents": ["x"]}, "both given"),
+        ({"definition": "windows"}, "definition='windows'"),
+        ({"max_tokens": 10}, "max_tokens=10"),
+        ({"model": "no/such/model.gguf"}, "model.gguf"),
+        ({"model": "./nowhere"}, "nowhere"),
+    ],
+)
+def test_refused(tmp_path: Path, folder: Path, text: Path, changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"model": folder, "encodings": ["native"], "texts": text, "lengths": [256]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        evaluate(**(arguments | changes), output=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path, folder: Path, text: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="thesis.tex"):
+        evaluate(folder, ["native"], text, [256], tmp_path / "out")
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+def test_text_of_special_tokens_only_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="only special tokens"):
+        evaluate(folder, documents=["<e><e><s><e>"], lengths=[4])
+
+
+def test_a_tokenizer_that_truncates_is_named() -> None:
+    class Cutting:
+        is_fast = True
+        model_max_length = 100
+
+        def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+            return {"input_ids": [1] * 100, "offset_mapping": [(i, i + 1) for i in range(100)]}
+
+    with pytest.raises(ValueError, match="model_max_length=100"):
+        tokenize(Cutting(), "a" * 300)
+
+
+def test_a_table_too_short_is_named_and_a_longer_one_measured(text: Path) -> None:
+    model = tiny_gpt2(n_positions=128)
+    with pytest.raises(ValueError, match="128 rows"):
+        evaluate(model, ["native"], text, [256], tokenizer=letters(), progress=False)
+    results = evaluate(model, ["learned"], text, [256], tokenizer=letters(), progress=False)
+    assert results["encodings"][0]["label"] == "learned:num_positions=256"
+    assert math.isfinite(results["encodings"][0]["rows"][-1]["perplexity"])
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def test_the_axis_is_logarithmic_where_perplexity_explodes() -> None:
+    calm = plots.perplexity_curve({"a": [(512, 20.0), (1024, 15.0)]})
+    wild = plots.perplexity_curve({"a": [(512, 20.0), (1024, 1500.0)]}, trained_length=512)
+    assert calm.axes[0].get_yscale() == "linear"
+    assert wild.axes[0].get_yscale() == "log"
+    assert wild.axes[0].get_xscale() == "log"
+
+
+def test_lines_differ_without_colour() -> None:
+    figure = plots.perplexity_curve({f"e{i}": [(512, 10.0 + i), (1024, 9.0 + i)] for i in range(6)})
+    lines = [line for line in figure.axes[0].get_lines() if len(line.get_xdata()) == 2 and line.get_marker() != "None"]
+    assert len({(line.get_marker(), line._unscaled_dash_pattern) for line in lines}) == 6
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        assert "tokens" in axis.get_label_text() or "nats" in axis.get_label_text()
+
+
+def test_infinite_and_missing_values_are_left_out() -> None:
+    figure = plots.perplexity_curve({"a": [(512, 20.0), (1024, math.inf), (2048, math.nan)], "b": []})
+    assert plots.render(figure, "png").startswith(b"\x89PNG")
+
+
+def test_pictures_are_the_same_bytes_again() -> None:
+    def draw() -> bytes:
+        return plots.render(plots.needle_heatmap({512: {0.0: 1.0, 1.0: 0.5}, 1024: {0.0: 0.2, 1.0: 0.0}}), "svg")
+
+    assert draw() == draw()
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    path = write_whole(tmp_path / "a.txt", "old")
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_has_no_numbers_that_readers_refuse() -> None:
+    assert plain({"a": math.nan, 2: (math.inf, 1.5, None)}) == {"a": "nan", "2": ["inf", 1.5, None]}
