@@ -77,7 +77,14 @@ def stock(
     return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), length)
 
 
-GEOMETRY = [(64, 10000.0, 2048, 4.0), (128, 500000.0, 8192, 8.0), (8, 10000.0, 32, 4.0), (64, 1e6, 4096, 32.0)]
+GEOMETRY = [
+    (64, 10000.0, 2048, 4.0),
+    (128, 500000.0, 8192, 8.0),
+    (8, 10000.0, 32, 4.0),
+    (64, 1e6, 4096, 32.0),
+    (64, 10000.0, 131_072, 4.0),  # even the slowest pair turns more than once
+]
+"""Rotated dimensions, theta, original length, factor."""
 
 
 @pytest.mark.parametrize(("dim", "theta", "original", "factor"), GEOMETRY)
