@@ -18,7 +18,8 @@ tokens left out. An `attention_mask` that is given decides alone what is seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +85,54 @@ class Record:
     """[batch or 1, 1]: the length that a length-dependent encoding was made for."""
     planned: int
     """Longest of those, known to the host."""
+
+    def with_rows(self, choose: Callable[[Tensor], Tensor]) -> Record:
+        """The record of a cache whose rows were chosen, moved or repeated. A single row stands for all of them."""
+
+        def move(rows: Tensor | None) -> Tensor | None:
+            return rows if rows is None or rows.shape[0] == 1 else choose(rows)
+
+        return Record(move(self.positions), move(self.lengths), self.planned)
+
+
+@functools.cache
+def recording_class(stock: type) -> type:
+    """`stock`, a class of caches, whose record moves with its rows: what a cache becomes that carries a record."""
+
+    def moving(name: str, choose: Callable[[Tensor, Any], Tensor]) -> Callable[[Any, Any], None]:
+        def move(self: Any, argument: Any) -> None:
+            getattr(stock, name)(self, argument)
+            record: Record | None = getattr(self, RECORD, None)
+            if record is not None:
+                setattr(self, RECORD, record.with_rows(lambda rows: choose(rows, argument)))
+
+        return functools.wraps(getattr(stock, name))(move)
+
+    def select(rows: Tensor, index: Tensor) -> Tensor:
+        return rows[index.to(rows.device)]
+
+    body: dict[str, Any] = {
+        "reorder_cache": moving("reorder_cache", select),
+        "batch_select_indices": moving("batch_select_indices", select),
+        "batch_repeat_interleave": moving("batch_repeat_interleave", lambda rows, n: rows.repeat_interleave(n, dim=0)),
+        "__reduce_ex__": lambda self, protocol: (_rebuild_cache, (stock,), self.__dict__),
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "_hf_posenc_recording": True,
+    }
+    return type(stock.__name__, (stock,), body)
+
+
+def _rebuild_cache(stock: type) -> Any:
+    return object.__new__(recording_class(stock))
+
+
+def leave_record(cache: Cache, record: Record) -> None:
+    """Keep `record` on a cache, where the next call finds it."""
+    setattr(cache, RECORD, record)
+    if not hasattr(cache, "_hf_posenc_recording") and not torch.compiler.is_compiling():
+        cache.__class__ = recording_class(type(cache))
 
 
 @dataclass(frozen=True)
@@ -269,10 +318,9 @@ def lengths(
     # A static cache counts on the device; reading it back is why length-dependent encodings do not compile.
     held = int(seen)
     if held and record is not None and record.lengths is not None:
-        planned = max(record.planned, held + length)
-        if planned > record.planned:
-            _warn_crossing(plan, record.planned, planned)
-        return _for_batch(record.lengths.to(queries.device), batch), planned
+        if held + length > record.planned:
+            _warn_crossing(plan, record.planned, held + length)
+        return _for_batch(record.lengths.to(queries.device), batch), record.planned
     spans = _spans(queries, mask, documents, length) + held
     planned_rows = _planned.get()
     if planned_rows is not None:

@@ -234,7 +234,7 @@ def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     for value in values:
         if isinstance(value, Cache):
-            setattr(value, RECORD, call.record)
+            where.leave_record(value, call.record)
 
 
 def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
