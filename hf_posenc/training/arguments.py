@@ -119,9 +119,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     try:
         if argv and not argv[0].startswith("-"):
             _apply_file(parser, argv.pop(0))
-        _, unknown = parser.parse_known_args(argv)
+        named, unknown = parser.parse_known_args(argv)
         if unknown:
             _reject(unknown, parser)
+        if not named.output_dir:
+            raise ValueError("--output_dir is needed: the folder that the adapted model is written to.")
         ours, training = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)[:2]
         return Arguments(*check(ours, training))
     except (ValueError, ImportError) as error:
@@ -163,8 +165,6 @@ def check(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Finetun
     Raises:
         ValueError: arguments that are missing, out of range, or exclude each other.
     """
-    if not training.output_dir or training.output_dir == TrainingArguments.output_dir:
-        raise ValueError("--output_dir is needed: the folder that the adapted model is written to.")
     if not ours.train_text:
         raise ValueError("--train_text is needed: a file, a folder, or the name of a data set to train on.")
     if (ours.model is None) == (ours.from_scratch is None):
@@ -223,6 +223,11 @@ def check(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Finetun
     training.logging_nan_inf_filter = False  # a loss that is not finite must be seen
     training.prediction_loss_only = True
     return ours, training
+
+
+def checkpoints_layers(training: TrainingArguments) -> bool:
+    """True where activations are recomputed in backward. The option has another name from transformers 5.2x on."""
+    return bool(getattr(training, "activation_checkpointing", None) or training.gradient_checkpointing)
 
 
 def _check_numbers(ours: FinetuneArguments) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_posenc.training.arguments import checkpoints_layers
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -46,7 +48,7 @@ def estimate(model: nn.Module, training: TrainingArguments, length: int, loss_sl
     tokens = training.per_device_train_batch_size * length
     size = 2 if training.bf16 or training.fp16 else 4
     per_layer = tokens * config.hidden_size * (34 if size == 2 else 68)
-    checkpointed = bool(training.gradient_checkpointing)
+    checkpointed = checkpoints_layers(training)
     layers = config.num_hidden_layers
     activations = per_layer + layers * tokens * config.hidden_size * size if checkpointed else layers * per_layer
     trainable = [p for p in model.parameters() if p.requires_grad]

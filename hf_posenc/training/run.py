@@ -19,7 +19,14 @@ from transformers import TrainingArguments, set_seed
 from hf_posenc.data import Collator, DataReport, Masking, Preparation, TrainingBlocks, make_blocks, tokenize_documents
 from hf_posenc.data.documents import load_documents
 from hf_posenc.training import estimate
-from hf_posenc.training.arguments import Arguments, FinetuneArguments, check, parse_arguments, settings
+from hf_posenc.training.arguments import (
+    Arguments,
+    FinetuneArguments,
+    check,
+    checkpoints_layers,
+    parse_arguments,
+    settings,
+)
 from hf_posenc.training.callbacks import FadeNative, Fading, StopOnSignal
 from hf_posenc.training.files import move_whole, write_whole
 from hf_posenc.training.output import check_output, model_card, write_record
@@ -271,7 +278,7 @@ def _add_adapter(model: Any, ours: FinetuneArguments, training: TrainingArgument
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             # Small steps would be rounded away.
             parameter.data = parameter.data.float()
-    if training.gradient_checkpointing:
+    if checkpoints_layers(training):
         adapted.enable_input_require_grads()
     return adapted
 

@@ -1,0 +1,648 @@
+"""Training: a loss without whole logits that is the model's own, and runs that come to the same however they go."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_data import sentences, tiny_tokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, TrainerCallback, TrainingArguments
+
+from hf_posenc import patch
+from hf_posenc.models import load_model
+from hf_posenc.patch import encoding_of, position_parameters
+from hf_posenc.training import (
+    Arguments,
+    Fading,
+    FinetuneArguments,
+    LongContextTrainer,
+    NonFiniteLossError,
+    finetune,
+    last_checkpoint,
+    main,
+    parse_arguments,
+    sliced_cross_entropy,
+)
+from hf_posenc.training.loss import output_layer, shift
+from hf_posenc.training.merge import merge
+from models import ARCHITECTURES, tiny_gpt2, tiny_llama, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21
+
+SURE: dict[str, dict[str, float]] = {
+    "llama": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+"""Fields of a config that take dropout out."""
+
+
+def tiny(name: str, encoding: str | None = None) -> PreTrainedModel:
+    """A tiny model without dropout, with the same new weights every time."""
+    model = ARCHITECTURES[name](**SURE[name])
+    torch.manual_seed(0)
+    return model if encoding is None else patch(model, encoding)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found in, or left in, the user's cache."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A file of 40 documents."""
+    path = tmp_path / "text.jsonl"
+    lines = [json.dumps({"id": f"doc{i}", "text": t}) for i, t in enumerate(sentences(40))]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., str]:
+    """Folder of a tiny model of a name, with a tokenizer."""
+
+    def make(name: str, **overrides: Any) -> str:
+        folder = tmp_path / name
+        if not folder.exists():
+            ARCHITECTURES[name](**overrides).save_pretrained(folder)
+            tiny_tokenizer(encoder=name == "bert").save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def arguments(output: Path | str, *options: str) -> Arguments:
+    """Parsed arguments for a run on the CPU."""
+    quiet = ["--use_cpu", "--report_to", "none", "--disable_tqdm", "true", "--learning_rate", "1e-2"]
+    return parse_arguments([*quiet, "--warmup_steps", "0", "--output_dir", str(output), *options])
+
+
+# ---------------------------------------------------------------------- the loss
+
+
+def _whole_loss(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    return nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("slice_length", [1, 7, 1000])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sliced_loss_is_the_whole_loss(slice_length: int, ignored: bool) -> None:
+    head = nn.Linear(16, 97)
+    hidden = torch.randn(2, 25, 16, requires_grad=True)
+    targets = tokens(25, batch=2)
+    if ignored:
+        targets[:, ::3] = -100
+    results = []
+    for loss in (_whole_loss(hidden, targets, head), sliced_cross_entropy(hidden, targets, head, slice_length)):
+        gradients = torch.autograd.grad(loss / 50, [hidden, *head.parameters()])
+        results.append([loss.detach(), *gradients])
+    for whole, sliced in zip(*results, strict=True):
+        torch.testing.assert_close(sliced, whole, atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(sliced_cross_entropy(hidden, targets, head, slice_length), results[0][0])
+
+
+def test_sliced_loss_in_bfloat16_is_summed_in_float32() -> None:
+    """Hundreds of slices: a sum in bfloat16 would stand still long before the end."""
+    head = nn.Linear(16, 97, bias=False).to(torch.bfloat16)
+    hidden = torch.randn(1, 4096, 16, dtype=torch.bfloat16, requires_grad=True)
+    targets = tokens(4096)
+    loss = sliced_cross_entropy(hidden, targets, head, 8) / 4096
+    assert loss.dtype == torch.float32
+    loss.backward()
+    exact = nn.Linear(16, 97, bias=False).double()
+    exact.load_state_dict(head.state_dict())
+    wide = hidden.detach().double().requires_grad_()
+    (_whole_loss(wide, targets, exact) / 4096).backward()
+    assert float(loss) == pytest.approx(float(_whole_loss(wide, targets, exact)) / 4096, rel=2e-3)
+    assert exact.weight.grad is not None and head.weight.grad is not None
+    difference = (head.weight.grad.double() - exact.weight.grad).norm() / exact.weight.grad.norm()
+    assert float(difference) < 5e-3
+
+
+def test_a_batch_without_targets_still_reaches_every_weight() -> None:
+    head = nn.Linear(16, 97)
+    hidden = torch.randn(1, 5, 16, requires_grad=True)
+    loss = sliced_cross_entropy(hidden, torch.full((1, 5), -100), head)
+    loss.backward()
+    assert float(loss) == 0.0
+    assert hidden.grad is not None and head.weight.grad is not None and not hidden.grad.any()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("slice_length", [5, 512])
+def test_trainer_loss_is_the_models_own(tmp_path: Path, name: str, slice_length: int) -> None:
+    batch = {"input_ids": tokens(20, batch=3), "labels": tokens(20, batch=3, seed=1)}
+    batch["labels"][:, ::4] = -100
+    theirs = tiny(name)
+    outputs = theirs(**batch)
+    outputs.loss.backward()
+    ours = tiny(name)
+    trainer = _trainer(ours, tmp_path, slice_length=slice_length)
+    largest = [0]
+    head = ours.get_output_embeddings()
+    original = type(head).forward
+    head.__class__ = type("Watched", (type(head),), {"forward": _watched(original, largest)})
+    loss = trainer.compute_loss(ours.train(), batch)
+    loss.backward()
+    assert largest[0] <= slice_length  # whole logits were never made
+    torch.testing.assert_close(loss.detach(), outputs.loss.detach(), atol=1e-6, rtol=1e-6)
+    _same_gradients(ours, theirs)
+
+
+def _watched(original: Callable[..., Any], largest: list[int]) -> Callable[..., Any]:
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        largest[0] = max(largest[0], x.shape[:-1].numel())
+        return original(self, x)
+
+    return forward
+
+
+def test_logits_that_are_changed_afterwards_fall_back_to_the_models_own_loss(tmp_path: Path) -> None:
+    """Gemma 2 caps its logits behind the output layer: the sliced loss would be another one."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0, initializer_range=0.3,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    batch = {"input_ids": tokens(20), "labels": tokens(20)}
+    trainer = _trainer(model, tmp_path)
+    with torch.no_grad():
+        expected = model(**batch).loss
+        for _ in range(2):
+            torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
+
+
+def test_classifiers_have_no_output_layer_to_slice() -> None:
+    from transformers import LlamaForSequenceClassification
+
+    assert output_layer(LlamaForSequenceClassification(tiny_llama().config)) is None
+    assert output_layer(tiny_gpt2()) is not None
+
+
+def test_shift_is_transformers_shift() -> None:
+    assert shift(torch.tensor([[1, 2, 3]])).tolist() == [[2, 3, -100]]
+
+
+# ---------------------------------------------------------------------- the Trainer
+
+
+def _trainer(model: PreTrainedModel, folder: Path, data: Sequence[Any] = (), **options: Any) -> LongContextTrainer:
+    fields = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    ours = {name: options.pop(name) for name in ("slice_length", "document_names", "callbacks") if name in options}
+    training = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
+        prediction_loss_only=True, logging_nan_inf_filter=False, save_strategy="no", **{**fields, **options},
+    )  # fmt: skip
+    return LongContextTrainer(model=model, args=training, train_dataset=list(data), data_collator=_stack, **ours)
+
+
+def _stack(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def _samples(targets: Sequence[int], length: int = 12) -> list[dict[str, Any]]:
+    """Samples with so many targets each."""
+    rows = []
+    for number, count in enumerate(targets):
+        ids = tokens(length, seed=number)[0]
+        labels = torch.full_like(ids, -100)
+        labels[1 : count + 1] = ids[1 : count + 1]
+        rows.append({"input_ids": ids, "labels": labels, "sample_ids": torch.tensor(number)})
+    return rows
+
+
+def _same_gradients(one: nn.Module, other: nn.Module) -> None:
+    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
+    for (name, ours), (_, theirs) in pairs:
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None and theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _same_weights(one: nn.Module, other: nn.Module, atol: float = 1e-6) -> None:
+    theirs = other.state_dict()
+    assert one.state_dict().keys() == theirs.keys()
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, theirs[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _moved(one: nn.Module, other: nn.Module) -> float:
+    """The largest change of a weight, so that equality of two runs means something."""
+    return max(float((a - b).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("patched", [None, "alibi", "t5"])
+def test_accumulated_batches_equal_one_batch(tmp_path: Path, name: str, patched: str | None) -> None:
+    """Micro-batches with 3, 9, 1, 7 targets: dividing each by its own count would be another gradient."""
+    results = []
+    for per_device, accumulation in ((4, 1), (1, 4), (2, 2)):
+        model = tiny(name, patched)
+        samples = _samples([3, 9, 1, 7])
+        trainer = _trainer(
+            model, tmp_path, samples, max_steps=1, per_device_train_batch_size=per_device,
+            gradient_accumulation_steps=accumulation, train_sampling_strategy="sequential", logging_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        results.append((model, trainer.state.log_history[0]["loss"]))
+    assert _moved(results[0][0], tiny(name, patched)) > 1e-3
+    for model, loss in results[1:]:
+        _same_weights(model, results[0][0])
+        assert loss == pytest.approx(results[0][1], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("encoding", ["yarn:factor=2", "t5", "alibi"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_change_nothing(tmp_path: Path, name: str, encoding: str, reentrant: bool) -> None:
+    if name == "gpt2" and encoding.startswith("yarn"):
+        encoding = "rope"
+    models = []
+    for checkpointing in (False, True):
+        model = tiny(name, encoding)
+        trainer = _trainer(
+            model, tmp_path, _samples([9, 11]), max_steps=2, per_device_train_batch_size=1,
+            activation_checkpointing=checkpointing, activation_checkpointing_kwargs={"use_reentrant": reentrant},
+        )  # fmt: skip
+        trainer.train()
+        models.append(model)
+    _same_weights(*models)
+    assert _moved(models[0], tiny(name, encoding)) > 1e-3
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_documents_named(tmp_path: Path) -> None:
+    model = tiny_llama()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                before.update({name: value.clone() for name, value in model.state_dict().items()})
+                model.model.norm.weight.data[0] = math.nan
+                before["model.norm.weight"] = model.model.norm.weight.data.clone()
+
+    trainer = _trainer(
+        model, tmp_path, _samples([5, 6, 7, 8]), max_steps=4, per_device_train_batch_size=2,
+        train_sampling_strategy="sequential", document_names=lambda i: [f"doc{i}"], callbacks=[Poison()],
+    )  # fmt: skip
+    with pytest.raises(NonFiniteLossError, match=r"step 2, in a batch of these documents: doc2, doc3") as caught:
+        trainer.train()
+    folder = tmp_path / "nonfinite-step-2"
+    assert str(folder) in str(caught.value)
+    report = json.loads((folder / "batch-rank0.json").read_text(encoding="utf-8"))
+    assert (report["step"], report["samples"]) == (2, {"2": ["doc2"], "3": ["doc3"]})
+    kept = AutoModelForCausalLM.from_pretrained(folder)
+    for name, value in kept.state_dict().items():
+        torch.testing.assert_close(value, before[name], equal_nan=True)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer(
+        tiny_llama(), tmp_path, _samples([5, 6, 7, 8]), max_steps=4, per_device_train_batch_size=1, save_steps=2,
+    )  # fmt: skip
+    trainer.args.save_strategy = "steps"
+    save = trainer._save_optimizer_and_scheduler
+
+    def full(folder: str) -> None:
+        if folder.endswith("-4"):
+            raise OSError(28, "No space left on device")
+        save(folder)
+
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(OSError, match=r"checkpoint-4.*No space left.*last whole checkpoint is .*checkpoint-2"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+
+
+def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    for step, content in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_st')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(content, encoding="utf-8")
+    (tmp_path / "checkpoint-14").mkdir()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert last_checkpoint(tmp_path / "checkpoint-14") is None
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", ["--encoding", "yarn", "--context_length", "64"]),
+        ("llama", ["--encoding", "ntk", "--context_length", "64", "--pose_chunks", "2", "--block_length", "16"]),
+        ("gpt2", ["--encoding", "t5", "--context_length", "64"]),
+        ("gpt2", ["--encoding", "alibi", "--lora", "true"]),
+        ("gpt2", ["--encoding", "learned:scale=1.5", "--context_length", "64", "--lora", "true"]),
+        ("gpt2", ["--encoding", "rope", "--native_weight_schedule", "linear:4"]),
+        ("bert", ["--encoding", "rope", "--context_length", "64", "--objective", "mlm"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(word.strip("-") for word in value[1::2]),
+)
+def test_interrupted_and_resumed_equals_uninterrupted(
+    saved: Callable[..., str], text: str, tmp_path: Path, name: str, options: list[str]
+) -> None:
+    """4 steps against 2, SIGTERM, 2: weights, optimizer state, losses."""
+    common = ["--model", saved(name), "--train_text", text, "--max_steps", "4", "--logging_steps", "1", *options]
+    common += ["--save_steps", "4", "--gradient_accumulation_steps", "2", "--merge", "false"]
+    if "--pose_chunks" not in options and name != "bert":
+        common += ["--block_length", "32"]
+    finetune(arguments(tmp_path / "whole", *common))
+
+    class Kill(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr("hf_posenc.training.run.LongContextTrainer", _with_callback(Kill()))
+        first = finetune(arguments(tmp_path / "parts", *common))
+    assert first.stopped and first.steps == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "parts" / "config.json").exists()
+    second = finetune(arguments(tmp_path / "parts", *common))
+    assert not second.stopped and second.steps == 4
+
+    states = []
+    for run in ("whole", "parts"):
+        checkpoint = tmp_path / run / "checkpoint-4"
+        optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        history = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+        weights = _weights(checkpoint)
+        states.append((weights, optimizer["state"], [row["loss"] for row in history if "loss" in row]))
+    (weights, state, losses), (weights2, state2, losses2) = states
+    assert weights.keys() == weights2.keys() and len(losses) == len(losses2) == 4
+    for key, value in weights.items():
+        torch.testing.assert_close(weights2[key], value, atol=1e-6, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
+    for key, moments in state.items():
+        for moment, value in moments.items():
+            torch.testing.assert_close(state2[key][moment], value, atol=1e-6, rtol=0)
+    assert losses2 == pytest.approx(losses, abs=1e-6)
+    assert len(set(losses)) == 4
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    (path,) = folder.glob("*.safetensors")
+    return load_file(path)
+
+
+def _with_callback(callback: TrainerCallback) -> Callable[..., LongContextTrainer]:
+    def make(*args: Any, **kwargs: Any) -> LongContextTrainer:
+        trainer = LongContextTrainer(*args, **kwargs)
+        trainer.add_callback(callback)
+        return trainer
+
+    return make
+
+
+def test_the_saved_folder_opens_and_tells_its_story(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    base = saved("gpt2")
+    (Path(base) / "README.md").write_text("---\nlicense: mit\n---\n", encoding="utf-8")
+    output = tmp_path / "out"
+    options = [
+        "--model",
+        base,
+        "--encoding",
+        "alibi",
+        "--context_length",
+        "64",
+        "--train_text",
+        text,
+        "--eval_text",
+        text,
+    ]
+    result = finetune(arguments(output, *options, "--max_steps", "2", "--block_length", "16"), command="finetune it")
+    assert {"eval_perplexity_16", "eval_perplexity_64", "eval_loss", "train_loss"} <= result.metrics.keys()
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert str(encoding_of(model)) == "alibi"
+    again, tokenizer = load_model(output)
+    assert tokenizer.model_max_length == 64
+    from hf_posenc.evaluation import perplexity
+
+    documents = [torch.tensor(tokenizer(t + " [EOS]")["input_ids"]) for t in sentences(40)]
+    assert result.metrics["eval_perplexity_64"] == pytest.approx(
+        perplexity(again, documents, window=64).perplexity, rel=1e-5
+    )
+    card = (output / "README.md").read_text(encoding="utf-8")
+    for fact in ("license: mit", "`alibi`", "64 tokens (pretrained with 32)", text, "finetune it", "perplexity_64"):
+        assert fact in card
+    assert not list(output.glob(".*"))
+    record = json.loads((output / "finetune.json").read_text(encoding="utf-8"))
+    assert record["finished"] and record["data"]["documents"] == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("gpt2", "t5"), ("llama", "yarn"), ("gpt2", "sinusoidal:learn_scale=true")]
+)
+def test_adapter_merged_equals_adapter(
+    saved: Callable[..., str], text: str, tmp_path: Path, name: str, encoding: str
+) -> None:
+    output = tmp_path / "out"
+    options = ["--encoding", encoding, "--context_length", "64", "--block_length", "32", "--lora", "true"]
+    finetune(arguments(output, "--model", saved(name), "--train_text", text, *options, "--max_steps", "3"))
+    adapter, _ = load_model(output / "adapter")
+    inside = AutoModelForCausalLM.from_pretrained(output)
+    again = AutoModelForCausalLM.from_pretrained(merge(output / "adapter", tmp_path / "merged"))
+    base = patch(load_model(saved(name))[0], encoding, context_length=64)
+    ids = tokens(48, batch=2)
+    with torch.no_grad():
+        expected = adapter.eval()(ids).logits
+        assert float((expected - base(ids).logits).abs().max()) > 1e-2
+        for model in (inside, again):
+            torch.testing.assert_close(model.eval()(ids).logits, expected, atol=1e-4, rtol=0)
+    new = position_parameters(base)
+    for parameter in new:  # the position weights were trained, and came with the adapter
+        assert float((again.get_parameter(parameter) - base.get_parameter(parameter)).abs().max()) > 1e-4
+    with pytest.raises(ValueError, match="not empty"):
+        merge(output / "adapter", tmp_path / "merged")
+    with pytest.raises(ValueError, match="not an adapter"):
+        merge(tmp_path / "merged", tmp_path / "elsewhere")
+
+
+def test_masked_words_for_an_encoder(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ["--model", saved("bert"), "--encoding", "rope", "--context_length", "64", "--objective", "mlm"]
+    options += ["--train_text", text, "--eval_text", text, "--eval_on_start", "true", "--max_steps", "60"]
+    finetune(arguments(output, *options, "--per_device_train_batch_size", "4"))
+    model = AutoModelForMaskedLM.from_pretrained(output)
+    assert str(encoding_of(model)) == "rope"
+    card = (output / "README.md").read_text(encoding="utf-8")
+    before, after = (float(value) for value in re.findall(r"\| \d+ \| ([\d.]+) \|", card))
+    assert after < before - 0.5
+
+
+def test_from_scratch(text: str, tmp_path: Path) -> None:
+    tiny_llama().config.save_pretrained(tmp_path / "config")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    options = [
+        "--from_scratch",
+        str(tmp_path / "config"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--encoding",
+        "nope",
+    ]
+    finetune(arguments(tmp_path / "out", *options, "--train_text", text, "--max_steps", "2"))
+    assert str(encoding_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))) == "nope"
+
+
+def test_fading_ends_where_only_the_new_encoding_is_left(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ["--model", saved("gpt2"), "--encoding", "alibi", "--train_text", text, "--max_steps", "4"]
+    finetune(arguments(output, *options, "--native_weight_schedule", "cosine:1-3"))
+    model = AutoModelForCausalLM.from_pretrained(output).eval()
+    ids = tokens(20)
+    with torch.no_grad():
+        there = model(ids).logits
+        shifted = model(ids, position_ids=torch.arange(20).unsqueeze(0) + 7).logits
+    torch.testing.assert_close(there, shifted, atol=1e-4, rtol=0)  # a native table would see the shift
+
+
+def test_fading_schedules() -> None:
+    linear = Fading.parse("linear:1000")
+    assert [linear.weight(step) for step in (0, 250, 1000, 2000)] == [1.0, 0.75, 0.0, 0.0]
+    cosine = Fading.parse("cosine:200-1000")
+    assert [cosine.weight(step) for step in (0, 200, 600, 1000)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    for wrong in ("linear", "quick:5", "linear:0", "linear:9-5", "linear:a"):
+        with pytest.raises(ValueError, match="native_weight_schedule"):
+            Fading.parse(wrong)
+
+
+def test_streaming_trains_on_the_text(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    options = ["--model", saved("llama"), "--train_text", text, "--streaming", "true", "--block_length", "16"]
+    result = finetune(arguments(tmp_path / "out", *options, "--max_steps", "3"))
+    assert result.steps == 3 and math.isfinite(result.metrics["train_loss"])
+
+
+def test_dry_run_says_what_would_happen_and_writes_nothing(
+    saved: Callable[..., str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    line = [
+        "--model",
+        saved("llama"),
+        "--encoding",
+        "yarn",
+        "--context_length",
+        "64",
+        "--train_text",
+        text,
+        "--use_cpu",
+    ]
+    assert main([*line, "--output_dir", str(output), "--num_train_epochs", "2", "--dry_run", "--pose_chunks", "3"]) == 0
+    said = capsys.readouterr().out
+    parameters = sum(p.numel() for p in tiny_llama().parameters())
+    for fact in (
+        "yarn:factor=2.0",
+        "64 tokens (pretrained with 32)",
+        f"{parameters:,} of {parameters:,}",
+        "40 documents",
+    ):
+        assert fact in said
+    assert re.search(r"PoSE, 3 pieces over 64 positions", said)
+    blocks = int(re.search(r"([\d,]+) blocks", said)[1].replace(",", ""))  # type: ignore[index]
+    assert f"steps:             {2 * blocks}, each of 1 samples" in said
+    assert not output.exists()
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def test_command_line_file_and_hyphens(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text(
+        "model: some/model\nencoding: {name: yarn, factor: 4}\ntrain-text: a.txt\nlearning_rate: 1e-4\nlora: true\n"
+        "output_dir: out\neval_lengths: [16, 32]\nmax_steps: 7\n",
+        encoding="utf-8",
+    )
+    ours, training = parse_arguments([str(experiment), "--max-steps", "9", "--pose_chunks=3", "--context_length", "64"])
+    assert (ours.model, ours.encoding, ours.train_text) == ("some/model", "yarn:factor=4", ["a.txt"])
+    assert (ours.lora, ours.eval_lengths, ours.position_skipping, ours.packing) == (True, [16, 32], "pose", "cut")
+    assert (training.learning_rate, training.max_steps, training.output_dir) == (1e-4, 9, "out")
+
+
+BASE = ["--model", "m", "--train_text", "t", "--output_dir", "o"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*BASE, "--contxt_length", "5"], "Unknown option --contxt_length. Did you mean --context_length?"),
+        ([*BASE, "--learning-rat", "5"], "Unknown option --learning-rat. Did you mean --learning_rate?"),
+        ([*BASE, "--context_length", "many"], "invalid int value: 'many'"),
+        ([*BASE, "--context_length", "-5"], "--context_length -5 is not allowed"),
+        ([*BASE, "--objective", "clm"], "invalid choice: 'clm'"),
+        ([*BASE, "--packing", "pack", "--objective", "mlm"], "needs --packing cut"),
+        ([*BASE, "--pose_chunks", "2"], "needs --context_length"),
+        ([*BASE, "--pose_chunks", "2", "--context_length", "64", "--block_length", "64"], "skips nothing"),
+        ([*BASE, "--pose_chunks", "2", "--context_length", "64", "--packing", "pack"], "one document in a sample"),
+        ([*BASE, "--overlap", "4"], "--overlap goes with --packing cut"),
+        ([*BASE, "--native_weight_schedule", "linear:5"], "needs --encoding"),
+        ([*BASE, "--encoding", "rope", "--native_weight_schedule", "linear:5", "--max_steps", "3"], "ends at step 5"),
+        ([*BASE, "--from_scratch", "c"], "either --model"),
+        ([*BASE, "--streaming", "true"], "needs --max_steps"),
+        ([*BASE, "--eval_strategy", "steps"], "needs --eval_text"),
+        ([*BASE, "--train_weights", "1", "2"], "2 numbers for 1 sources"),
+        (["--model", "m", "--train_text", "t"], "--output_dir is needed"),
+        (["--model", "m", "--output_dir", "o"], "--train_text is needed"),
+        (["missing.yaml"], "cannot be read"),
+    ],
+)
+def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(argv)
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_unknown_keys_of_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text("model: m\nencodng: yarn\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments([str(experiment)])
+    assert caught.value.code == 2
+    assert "unknown option 'encodng'. Did you mean encoding?" in capsys.readouterr().err
+
+
+def test_folders_of_others_are_refused_and_finished_runs_kept(
+    saved: Callable[..., str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved("llama")
+    line = ["--use_cpu", "--report_to", "none", "--model", model, "--train_text", text, "--max_steps", "1"]
+    assert main([*line, "--output_dir", model]) == 2
+    assert "holds something that is not a fine-tuning" in capsys.readouterr().err
+    output = str(tmp_path / "out")
+    assert main([*line, "--output_dir", output]) == 0
+    assert main([*line, "--output_dir", output]) == 2
+    assert "holds a finished fine-tuning" in capsys.readouterr().err
+    assert main([*line, "--output_dir", output, "--encoding", "yarn", "--resume_from_checkpoint", "last"]) == 2
+    assert "with other settings (encoding: None, now 'yarn')" in capsys.readouterr().err
+    assert main([*line, "--output_dir", str(tmp_path / "new"), "--encoding", "yarm"]) == 2
+    assert "Did you mean 'yarn'?" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_arguments_made_in_python_are_checked_too() -> None:
+    ours = FinetuneArguments(model="m", train_text=["t"], pose_chunks=2)
+    with pytest.raises(ValueError, match="needs --context_length"):
+        finetune(Arguments(ours, TrainingArguments(output_dir="o", report_to="none", use_cpu=True)))
