@@ -27,9 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", help="hub id, folder, or .gguf file")
-    parser.add_argument(
-        "--encoding", action="append", help="native, saved, yarn:factor=4, ...; repeatable (default: native)"
-    )
+    parser.add_argument("--encoding", action="append", help="native, saved, yarn:factor=4, ... (default: native)")
     parser.add_argument("--text", action="append", required=True, help="file, folder, or data set; repeatable")
     parser.add_argument("--lengths", required=True, type=_lengths, help="context lengths in tokens: 2048,8192,16384")
     parser.add_argument("--output", required=True, help="folder for results.json, report.md, report.html and pictures")

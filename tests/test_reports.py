@@ -25,7 +25,7 @@ WORDS = ["time", "road", "stone", "river", "light", "house", "cloud", "green", "
 
 def letters(bos: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are single characters: 0 is the end of text, 1 the start."""
-    vocabulary = {"<e>": 0, "<s>": 1} | {chr(32 + i): 2 + i for i in range(95)}
+    vocabulary = {"<e>": 0, "<s>": 1, "\n": 2} | {chr(32 + i): 3 + i for i in range(94)}
     inner = Tokenizer(models.BPE(vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
@@ -219,7 +219,7 @@ def test_refused(tmp_path: Path, folder: Path, text: Path, changes: dict[str, An
 def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path, folder: Path, text: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match="thesis.tex"):
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
         evaluate(folder, ["native"], text, [256], tmp_path / "out")
     assert [item.name for item in (tmp_path / "out").iterdir()] == ["thesis.tex"]
 

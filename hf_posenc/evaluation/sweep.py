@@ -160,7 +160,7 @@ def evaluate(
         parts[item] = part
     retrieval: dict[Any, dict[str, Any]] = {}
     for item in wanted if passkey_trials else []:
-        task = {
+        task: dict[str, Any] = {
             "lengths": sorted(set(passkey_lengths or lengths)),
             "depths": [float(depth) for depth in passkey_depths],
             "trials": passkey_trials,
@@ -300,7 +300,7 @@ class _Source:
                 "parameters": sum(p.numel() for p in self.model.parameters()),
                 "dtype": str(next((p.dtype for p in self.model.parameters()), None)),
                 "trained_length": limits.trained_length(self.model),
-                "config": config.to_dict() if hasattr(config, "to_dict") else None,
+                "config": config.to_dict() if config is not None and hasattr(config, "to_dict") else None,
             }
         return self._facts
 
@@ -393,13 +393,14 @@ def _frequencies(model: nn.Module, encoding: Any) -> list[float]:
     """Radians per token of each rotary pair, for sequences of the trained length where they depend on it."""
     from hf_posenc.positions import CALL, Plan
 
-    owners = (getattr(module, CALL, None) for module in model.modules())
-    plan = next((owner.plan for owner in owners if isinstance(getattr(owner, "plan", None), Plan)), None)
+    plans = (getattr(getattr(module, CALL, None), "plan", None) for module in model.modules())
+    plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
     trained = limits.trained_length(model) or 0
     if plan is not None:
-        resolved, head_dim = plan.resolved, plan.shape.head_dim
+        resolved: Any = plan.resolved
+        head_dim = plan.shape.head_dim
     else:
-        config = limits.text_config(model)
+        config: Any = limits.text_config(model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         resolved = encoding
     length = torch.tensor([trained]) if encoding.length_dependent else None
@@ -420,7 +421,11 @@ def _first_device() -> str | None:
 def _hash_weights(model: nn.Module) -> str:
     digest = hashlib.sha256()
     config = getattr(model, "config", None)
-    digest.update(json.dumps(plain(config.to_dict()), sort_keys=True).encode() if hasattr(config, "to_dict") else b"")
+    digest.update(
+        json.dumps(plain(config.to_dict()), sort_keys=True).encode()
+        if config is not None and hasattr(config, "to_dict")
+        else b""
+    )
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         flat = weight.detach().reshape(-1)
