@@ -12,8 +12,9 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 import pytest
 import torch
-from models import ARCHITECTURES
 from transformers import PreTrainedModel
+
+from models import ARCHITECTURES
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 

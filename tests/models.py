@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 VOCABULARY = 97
@@ -81,6 +82,22 @@ def tiny_bert(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides:
 
 ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {"bert": tiny_bert, "gpt2": tiny_gpt2, "llama": tiny_llama}
 """Builder of a tiny model by transformers' model type."""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for a newline and each printable ASCII character but the last two and the backtick; vocabulary 97."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    characters = ["\n"] + [chr(code) for code in range(32, 125) if chr(code) != "`"]
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    assert len(vocabulary) == VOCABULARY
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def tokens(length: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""The README is true: its Python runs, its commands exist, its tables are those of the code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from hf_posenc import reference
+from hf_posenc.cli import main
+from models import tiny_llama, tiny_tokenizer
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TESTED = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def between(name: str) -> str:
+    """What stands between `<!-- name -->` and `<!-- /name -->`."""
+    match = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", README, flags=re.S)
+    assert match is not None, f"README has no {name} section"
+    return match.group(1).strip()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder in which the README's hub id is a tiny model with SmolLM2's trained length and base."""
+    folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M"
+    rope = {"rope_type": "default", "rope_theta": 100000.0}
+    tiny_llama(max_position_embeddings=8192, rope_parameters=rope).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_opening_diff_works(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (diff,) = blocks("diff")
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 3
+    names: dict[str, object] = {}
+    exec("\n".join(line[1:] for line in diff.splitlines()), names)
+    assert names["model"].config.max_position_embeddings == 16384  # type: ignore[attr-defined]
+    assert "yarn" in capsys.readouterr().out
+
+
+def test_python_blocks_run_in_order(here: Path) -> None:
+    python = blocks("python")
+    assert len(python) >= 5
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in python:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize(
+    "line", [b for block in blocks("bash") for b in block.splitlines() if b.startswith("hf-posenc ")]
+)
+def test_commands_and_their_options_exist(here: Path, line: str) -> None:
+    (here / "book.txt").write_text("It was the best of times.")
+    name, *arguments = shlex.split(line, comments=True)[1:]
+    command = main.commands[name]
+    with click.Context(main, info_name="hf-posenc") as parent:
+        command.make_context(name, arguments, parent=parent)  # raises a usage error where an option is not known
+
+
+def test_finetune_command_parses(here: Path) -> None:
+    from hf_posenc.training.arguments import parse_arguments
+
+    (line,) = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("accelerate launch")]
+    words = shlex.split(line)
+    assert (ROOT / words[2]).is_file()
+    ours, _ = parse_arguments(words[3:])
+    assert ours.context_length == 16384
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:`|^)make ([a-z-]+)", README, flags=re.M)):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), f"make {target}"
+
+
+def test_table_of_encodings_is_the_registry() -> None:
+    assert between("encodings") == reference.markdown_table(), "run: python -m hf_posenc.reference README.md"
+
+
+def test_versions_are_those_of_the_constraints() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name in TESTED:
+        assert f"{name} {pins[name]}" in between("versions")
+
+
+def test_constraints_name_what_is_needed() -> None:
+    """Every requirement of the package itself is pinned, so that two installations are the same."""
+    tomllib = pytest.importorskip("tomllib")
+    pins = {
+        line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in itertools.chain(project["dependencies"], *project["optional-dependencies"].values()):
+        name = re.match(r"[A-Za-z0-9_.-]+", requirement)
+        assert name is not None
+        if name.group() != "hf-posenc":
+            assert name.group().lower().replace("_", "-") in pins, requirement
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), target
