@@ -190,6 +190,8 @@ def _same_init(stock: type[PreTrainedConfig]) -> Any:
     @functools.wraps(stock.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock.__init__(self, *args, **kwargs)
+        # The implementation asked for is set before the record: look at it again now that both are known.
+        setattr(self, ATTENTION, self.__dict__.get(ATTENTION))
 
     return __init__
 

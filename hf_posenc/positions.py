@@ -219,12 +219,14 @@ def keys(
     """Positions of all keys, cached ones first: as recorded, else as the mask numbers them, else counted back."""
     if cache is None:
         return queries
-    total, offset = cache.get_mask_sizes(length, 0)
-    if (isinstance(offset, int) and offset != 0) or any(getattr(cache, "is_sliding", ()) or ()):
+    if any(getattr(cache, "is_sliding", ()) or ()):
         raise ValueError(
             "A score bias needs the positions of all cached keys, but this cache drops old ones (sliding window). "
             "Use DynamicCache or StaticCache, or a rotary encoding."
         )
+    total = fixed_size(cache)
+    if total is None:
+        total = seen + length
     if isinstance(seen, int) and total == seen + length:  # a cache that grows
         if seen == 0:
             return queries
@@ -242,6 +244,12 @@ def keys(
     index = slots[:length] + (seen if isinstance(seen, int) else seen.to(queries.device))
     rows = max(old.shape[0], queries.shape[0])
     return old.to(queries.device).expand(rows, -1).index_copy(1, index, queries.expand(rows, -1))
+
+
+def fixed_size(cache: Any) -> int | None:
+    """Slots of a cache that keeps them all from the start; None for one that grows."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    return getattr(layers[0], "max_cache_len", None) if layers else None
 
 
 def _recorded(record: Record | None, batch: int, slots: int) -> Tensor | None:
