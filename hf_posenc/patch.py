@@ -66,6 +66,8 @@ def patch(
     """
     top, base = transformers_model(model)
     architecture = architecture_of(base.config)
+    if not isinstance(keep_native, bool):
+        raise PatchError(f"keep_native={keep_native!r} is not allowed; it must be True or False.")
     asked = as_encoding(encoding)
     earlier = _plan_of(base)
     shape = earlier.shape if earlier else _shape_of(base, architecture)
@@ -430,7 +432,8 @@ def _change(
         else:
             if table.weight.requires_grad and not owner.native_weight:  # type: ignore[union-attr]
                 journal.entries.append(Frozen(f"{architecture.table}.weight"))
-            base.set_submodule(architecture.table, SilentTable(table.weight, owner.native_weight))  # type: ignore[arg-type]
+            silent = SilentTable(table.weight, owner.native_weight)  # type: ignore[arg-type]
+            base.set_submodule(architecture.table, silent.train(table.training))
     if architecture.rotary is not None:
         stock = base.get_submodule(architecture.rotary)
         journal.entries.append(Replaced(architecture.rotary, stock))
