@@ -1,7 +1,7 @@
 """The `hf-posenc` command's front door: it reads hf_posenc/cli.py without importing the package around it.
 
-Importing the package teaches transformers' Auto classes the patched models, which takes two seconds. A person who asks for
-`--help`, or mistypes an option, should not wait for that; each command imports the package when it runs.
+Importing the package teaches transformers' Auto classes the patched models, which takes two seconds. A person who asks
+for `--help`, or mistypes an option, should not wait for that; each command imports the package when it runs.
 """
 
 from __future__ import annotations

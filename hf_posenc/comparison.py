@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def combined(evaluations: Mapping[str, dict[str, Any]], title: str) -> dict[str, Any]:
+def combined(evaluations: Sequence[tuple[str, dict[str, Any]]], title: str) -> dict[str, Any]:
     """One result from several, as `hf_posenc.evaluation.evaluate` returns them; `write_report` takes it.
 
     The first one's native encoding is what all are compared with at short lengths.
 
     Args:
-        evaluations: by what stands before each label in tables and pictures ("" for nothing).
+        evaluations: each with what stands before its labels in tables and pictures ("" for nothing).
         title: of the report.
 
     Raises:
@@ -21,10 +21,10 @@ def combined(evaluations: Mapping[str, dict[str, Any]], title: str) -> dict[str,
     """
     if not evaluations:
         raise ValueError("There is nothing to combine.")
-    first = next(iter(evaluations.values()))
-    reported = sorted(set.intersection(*(set(e["settings"]["reported"]) for e in evaluations.values())))
+    first = evaluations[0][1]
+    reported = sorted(set.intersection(*(set(results["settings"]["reported"]) for _, results in evaluations)))
     entries = []
-    for prefix, results in evaluations.items():
+    for prefix, results in evaluations:
         for name in ("text", "definition"):
             theirs = results["text"]["sha256"] if name == "text" else results["settings"][name]
             ours = first["text"]["sha256"] if name == "text" else first["settings"][name]
@@ -38,7 +38,7 @@ def combined(evaluations: Mapping[str, dict[str, Any]], title: str) -> dict[str,
         **first,
         "title": title,
         "settings": {**first["settings"], "reported": reported},
-        "seconds": sum(results["seconds"] for results in evaluations.values()),
+        "seconds": sum(results["seconds"] for _, results in evaluations),
         "encodings": entries,
     }
 
@@ -64,12 +64,12 @@ def compare(
     from hf_posenc.evaluation.sweep import _output_folder
 
     _output_folder(output)
-    evaluations = {}
+    evaluations: dict[str, dict[str, Any]] = {}
     for model in models:
         name = Path(model).name
         name = name if name not in evaluations else f"{name} ({len(evaluations) + 1})"
         evaluations[name] = evaluate(model, encodings, texts, lengths, output / "parts" / name, **options)
-    results = combined(evaluations, "Comparison by context length")
+    results = combined(list(evaluations.items()), "Comparison by context length")
     write_report(results, output)
     return results
 
