@@ -70,26 +70,37 @@ def biased_sdpa(
         stock = AttentionInterface()["sdpa"]
         return stock(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    decodes = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries = query.shape[2]
-    causal = causal and attention_mask is None and queries > 1
-    key_positions = _keys_of(call, key)
+    causal = decodes and attention_mask is None and queries > 1
+    key_positions, hidden = _keys_of(call, key), call.hidden
     if causal and key.shape[2] > queries:  # first tokens of an empty cache of fixed size
         key, value = key[:, :, :queries], value[:, :, :queries]
-        key_positions = key_positions[:, :queries]
+        key_positions, hidden = key_positions[:, :queries], None if hidden is None else hidden[:, :queries]
     encoding, shape = call.plan.resolved, call.plan.shape
-    few = queries <= FEW_QUERIES
-    columns = None if few else encoding.columns(call.queries, key_positions, shape, query.dtype)
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        value = value.repeat_interleave(repeats, dim=1)
-    if columns is not None:
-        out = _with_columns(query, key, value, columns, attention_mask, scaling, dropout, causal)
-    else:
+    columns = None
+    if queries > FEW_QUERIES and (decodes or encoding.columns_hold == "everywhere" or attention_mask is None):
+        columns = encoding.columns(call.queries, key_positions, shape, query.dtype)
+    if columns is None:
+        out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
+    elif decodes or encoding.columns_hold == "everywhere":
+        query, key, value = _widened(query, key, value, columns, hidden, scaling)
         if repeats > 1:
-            key = key.repeat_interleave(repeats, dim=1)
-        out = _in_blocks(call, key_positions, query, key, value, attention_mask, scaling, dropout, causal)
-    return out.transpose(1, 2).contiguous(), None
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=1.0
+        )
+    elif dropout == 0.0 and query.device.type == "cpu" and repeats == 1:
+        # A bias by distance in either direction: what holds for keys in the past holds for the others with the signs of
+        # all positions changed.
+        past = _widened(query, key, value, columns, hidden, scaling)
+        columns = encoding.columns(-call.queries, -key_positions, shape, query.dtype)
+        assert columns is not None
+        out = _two_triangles(past, _widened(query, key, value, columns, hidden, scaling))
+    else:
+        out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
+    return out[..., : shape.head_dim].transpose(1, 2).contiguous(), None
 
 
 def biased_eager(
@@ -121,42 +132,99 @@ def biased_eager(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
-# ---------------------------------------------------------------------- the two ways
+# ---------------------------------------------------------------------- as columns of q and k
 
 
-def _with_columns(
+HIDE = 32768.0
+"""Two columns of this size make a score of -2**30, which no key survives: a padded key is hidden without a mask."""
+
+
+def _widened(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     columns: tuple[Tensor, Tensor],
-    mask: Tensor | None,
+    hidden: Tensor | None,
     scaling: float,
-    dropout: float,
-    causal: bool,
-) -> Tensor:
-    """One call of the fused kernel on q and k widened by the columns of the bias.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k with the bias as extra columns, and v as wide, as the fused kernels want.
 
     The columns stand first, so that their partial sums cancel before the content is added. q is scaled beforehand,
     because the kernel's own scale would have to be divided out of columns that are exact.
     """
-    batch, heads, _, width = query.shape
-    extra = columns[0].shape[-1]
+    batch = query.shape[0]
     left = columns[0].expand(batch, -1, -1, -1)
     right = columns[1].expand(batch, key.shape[1], -1, -1)
-    query = torch.cat([left, query * scaling], dim=-1)
-    key = torch.cat([right, key], dim=-1)
-    if key.shape[1] != heads:
-        key = key.repeat_interleave(heads // key.shape[1], dim=1)
-    # The fused kernels want q, k and v of one width.
-    out = scaled_dot_product_attention(
-        query, key, pad(value, (0, extra)), attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=1.0
-    )
-    return out[..., :width]
+    parts_q, parts_k = [left, query * scaling], [right, key]
+    if hidden is not None:
+        mark = (hidden.to(key.dtype) * -HIDE)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
+        parts_q.append(pad(query.new_full((*query.shape[:3], 1), HIDE), (0, 7)))
+        parts_k.append(pad(mark, (0, 7)))
+    query, key = torch.cat(parts_q, dim=-1), torch.cat(parts_k, dim=-1)
+    return query, key, pad(value, (0, query.shape[-1] - value.shape[-1]))
+
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def _two_triangles(past: Triple, future: Triple) -> Tensor:
+    """Attention in both directions as two causal passes: keys up to the query, and keys after it, read backwards."""
+    query, key, value = future
+    after = (query[:, :, :-1].flip(2), key[:, :, 1:].flip(2), value[:, :, 1:].flip(2))
+    return _Triangles.apply(*past, *after)  # type: ignore[no-any-return]
+
+
+class _Triangles(torch.autograd.Function):
+    """Two causal passes of the fused kernel, merged by their log-sum-exp.
+
+    The kernel's backward needs only the merged result and the merged log-sum-exp, so each pass gets its exact share of the
+    gradient (as in Liu et al. 2023, "Ring Attention", arXiv 2310.01889).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        past, after = tensors[:3], tensors[3:]
+        out, total = _fused(*past)
+        more, extra = _fused(*after)
+        more, extra = more.flip(2), extra.flip(2)  # the last query has nothing after it
+        both = torch.logaddexp(total[:, :, :-1], extra)
+        share = (extra - both).exp().unsqueeze(-1)
+        out[:, :, :-1] = (out[:, :, :-1] * (1 - share) + more * share).to(out.dtype)
+        total = torch.cat([both, total[:, :, -1:]], dim=2)
+        ctx.save_for_backward(*tensors, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        *tensors, out, total = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        first = _fused_backward(grad, *tensors[:3], out, total)
+        last = (part[:, :, :-1].flip(2) for part in (grad, out, total))
+        grad, out, total = last
+        return (*first, *_fused_backward(grad, *tensors[3:], out, total))
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention of the CPU kernel with its log-sum-exp [batch, heads, queries]."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=1.0)
+
+
+def _fused_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    # The kernel keeps the log-sum-exp with heads innermost.
+    total = total.transpose(1, 2).contiguous().transpose(1, 2)
+    return backward(grad, query, key, value, out, total, 0.0, True, scale=1.0)
+
+
+# ---------------------------------------------------------------------- as a dense bias of a few queries
 
 
 def _in_blocks(
     call: Call,
     key_positions: Tensor,
+    hidden: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -166,20 +234,32 @@ def _in_blocks(
     causal: bool,
 ) -> Tensor:
     """A dense bias for one block of queries at a time: memory [heads, block, keys] instead of [heads, queries, keys]."""
-    queries = query.shape[2]
+    batch, heads, queries, width = query.shape
+    repeats = heads // key.shape[1]
+    single = queries == 1 and repeats > 1  # heads of a group become the queries of their key head: no copy of the cache
+    if not single and repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
     def attend(begin: int, end: int) -> Tensor:
         seen = end if causal else key.shape[2]
         bias = _bias(call, call.queries[:, begin:end], key_positions[:, :seen])
         if causal:
             rows = torch.arange(begin, end, device=query.device)
-            bias = bias.masked_fill(torch.arange(seen, device=query.device) > rows[:, None], -torch.inf)
-        elif mask is not None:
+            bias = bias.masked_fill(torch.arange(seen, device=query.device) > rows[:, None], LOWEST)
+        if mask is not None:
             bias = _masked(bias, mask[:, :, begin:end] if mask.shape[2] > 1 else mask)
-        bias = _cast(bias, query.dtype)
-        return scaled_dot_product_attention(
-            query[:, :, begin:end], key[:, :, :seen], value[:, :, :seen], attn_mask=bias, dropout_p=dropout, scale=scaling
+        if hidden is not None:
+            bias = bias.masked_fill(hidden[:, None, None, :seen], LOWEST)
+        # Finite in any dtype: a row that sees nothing must not become NaN.
+        bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+        part = query[:, :, begin:end]
+        if single:
+            part = part.reshape(batch, -1, repeats, width)
+            bias = bias.reshape(bias.shape[0], -1, repeats, seen)
+        out = scaled_dot_product_attention(
+            part, key[:, :, :seen], value[:, :, :seen], attn_mask=bias, dropout_p=dropout, scale=scaling
         )
+        return out.reshape(batch, heads, end - begin, -1)
 
     if queries <= BLOCK:
         return attend(0, queries)
@@ -188,6 +268,9 @@ def _in_blocks(
         # Otherwise every block's bias is kept until the backward pass, and together they are the dense tensor again.
         return torch.cat([checkpoint(attend, *block, use_reentrant=False) for block in blocks], dim=2)  # type: ignore[misc]
     return torch.cat([attend(*block) for block in blocks], dim=2)
+
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 def _bias(call: Call, queries: Tensor, keys: Tensor) -> Tensor:
@@ -214,11 +297,6 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
         return scores.masked_fill(~mask, lowest)
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     return (scores + mask.masked_fill(hidden, 0.0)).masked_fill(hidden, lowest)
-
-
-def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the dtype of the scores, keeping hidden keys finite: a row that sees nothing must not become NaN."""
-    return bias.clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
 def register() -> None:

@@ -76,6 +76,9 @@ class Encoding:
             raise TypeError(f"Encoding name {name!r} is taken by {known.__module__}.{known.__qualname__}.")
         _REGISTRY[name] = cls
 
+    columns_hold: ClassVar[Literal["past", "everywhere"]] = "past"
+    """For which keys `columns` are the bias: those up to the query, or all."""
+
     # ------------------------------------------------------------------ the value
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,9 +239,9 @@ class Encoding:
     def columns(
         self, query_positions: Tensor, key_positions: Tensor, shape: ModelShape, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
-        """Score site: the bias as an inner product of a few extra columns of q and k, up to a constant per query.
+        """Score site: the bias as an inner product of a few extra columns of q and k.
 
-        A constant per query cancels in the softmax. Only used where every key lies in the query's past (causal).
+        Holds for keys in the query's past, and where `columns_hold` says so everywhere.
 
         Returns:
             ([batch, heads, queries, columns], [batch, 1, keys, columns]) in `dtype`, exact to the accuracy of a float32

@@ -145,6 +145,8 @@ class Call:
     """[batch or 1, queries]: positions of the tokens of this call."""
     keys: Tensor | None
     """[batch or 1, keys]: positions of all tokens that attention sees, cached ones first; None unless a score needs them."""
+    hidden: Tensor | None
+    """[batch, keys]: True where a key is padding, and the mask that said so was taken out of the way; else None."""
     rotation: tuple[Tensor, Tensor] | None
     """cos and sin, [batch or 1, queries, rotary_dim], where the projections are rotated by hooks."""
     record: Record | None
@@ -157,7 +159,9 @@ class Call:
             return None if x is None else x.to(device, non_blocking=non_blocking)
 
         rotation = None if self.rotation is None else (move(self.rotation[0]), move(self.rotation[1]))
-        return replace(self, queries=move(self.queries), keys=move(self.keys), rotation=rotation)
+        return replace(
+            self, queries=move(self.queries), keys=move(self.keys), hidden=move(self.hidden), rotation=rotation
+        )
 
 
 _planned: ContextVar[Tensor | None] = ContextVar("hf_posenc_planned", default=None)
@@ -267,6 +271,20 @@ def _for_batch(rows: Tensor, batch: int) -> Tensor:
             f"The cache was filled with {rows.shape[0]} rows and is now used with {batch}. Repeat whole rows, or start a new cache."
         )
     return rows.repeat_interleave(batch // rows.shape[0], dim=0)
+
+
+def hidden_keys(mask: Any, keys: Tensor) -> Tensor | None:
+    """Which keys a 2-D mask hides, [batch, keys], where it hides any.
+
+    A mask that only says what is padding would cost the fused kernel a tensor [batch, queries, keys]; said key by key it
+    costs one column.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or torch.compiler.is_compiling():
+        return None
+    hidden = mask.eq(0).to(keys.device)
+    if not bool(hidden.any()):  # stock looks at the same thing
+        return None
+    return nn.functional.pad(hidden, (0, keys.shape[1] - hidden.shape[1]))
 
 
 def _counted(queries: Tensor, numbered: Tensor | None, slots: Tensor, last: int | Tensor) -> Tensor:

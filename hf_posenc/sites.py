@@ -35,8 +35,15 @@ class PositionWeights(nn.Module):
         self.plan = plan
         self.native_weight = 1.0 if plan.keep_native else 0.0
         self.names = tuple(weights)
+        self.frozen = frozen
         for name, value in weights.items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=name not in frozen))
+
+    def train(self, mode: bool = True) -> PositionWeights:
+        """Loading makes new parameters, all of them trainable, and sets the mode last: freeze again what is fixed."""
+        for name in self.frozen & set(self._parameters):
+            getattr(self, name).requires_grad_(False)
+        return super().train(mode)
 
     def forward(self, anchor: Tensor) -> Weights:
         """`anchor` is any tensor of this call; wrappers want one."""
@@ -56,6 +63,12 @@ class SilentTable(nn.Module):
         super().__init__()
         self.weight = weight
         self.amount = amount
+
+    def train(self, mode: bool = True) -> SilentTable:
+        """Loading makes a new parameter, which trains, and sets the mode last: freeze a silent one again."""
+        if self.amount == 0.0:
+            self.weight.requires_grad_(False)
+        return super().train(mode)
 
     def forward(self, positions: Tensor) -> Tensor:
         if self.amount == 0.0:  # positions may lie beyond the table
@@ -182,6 +195,9 @@ def announce(
     cache = kwargs.get("cache") if kwargs.get("cache") is not None else kwargs.get("past_key_values")
     mask = kwargs.get("attention_mask")
     seen = 0 if cache is None else cache.get_seq_length()
+    if isinstance(seen, Tensor) and kwargs.get("cache_position") is not None:
+        # Early transformers 5 counts the keys of a static cache that are not zero, which a padding token's may be.
+        seen = kwargs["cache_position"][0]
     numbered = where.numbered(mask, batch)
 
     given = kwargs.get("position_ids")
@@ -205,9 +221,13 @@ def announce(
     if encoding.length_dependent:
         lengths, planned = where.lengths(plan, remembered, queries, mask, documents, seen, batch, length)
 
-    keys = None
+    keys = hidden = None
     if encoding.site == "score":
         keys = where.keys(queries, numbered, cache, remembered, seen, batch, length)
+        if str(module.config._attn_implementation).endswith("sdpa"):  # type: ignore[union-attr]
+            hidden = where.hidden_keys(mask, keys)
+            if hidden is not None:
+                kwargs["attention_mask"] = torch.ones_like(mask)
     if encoding.site == "embedding" and not plan.expressed:
         if vectors is None:
             vectors = module.get_input_embeddings()(tokens)  # type: ignore[operator]
@@ -222,7 +242,7 @@ def announce(
     record = None
     if keys is not None or lengths is not None:
         record = Record(keys, lengths if documents is None else None, planned)
-    kwargs[CALL] = Call(plan, weights, queries, keys, turning, record)
+    kwargs[CALL] = Call(plan, weights, queries, keys, hidden, turning, record)
     return (), kwargs
 
 

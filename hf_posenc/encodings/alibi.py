@@ -65,11 +65,11 @@ class ALiBi(ScoreBias):
 
         A slope and a position are each cut into parts of as few bits as `dtype` holds (half of them in float32), so
         that part times part is exact in float32. Each product slope * key is followed by its row term -slope * query,
-        so that partial sums stay as small as the distance. A row term may be rounded: it is the same for all keys of a
-        query.
+        so that partial sums stay as small as the distance. Row terms are rounded to float32 at worst, the same for all
+        keys of a query.
         """
         slopes = self.head_slopes(shape.heads)
-        if not shape.causal or dtype not in _PARTS:
+        if dtype not in _PARTS:
             return None
         bits, slope_parts, position_parts, unit = _PARTS[dtype]
         if dtype == torch.float16 and max(slopes) * unit >= 2.0**15:  # would overflow

@@ -8,7 +8,7 @@ distance, and sees beyond the trained length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Sandwich(ScoreBias):
     """
 
     name: ClassVar[str] = "sandwich"
+    columns_hold: ClassVar[Literal["past", "everywhere"]] = "everywhere"
 
     dim: int = 128
     """Width of the sinusoidal vectors, two for each wave (default: the paper)."""
