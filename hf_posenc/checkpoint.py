@@ -156,7 +156,7 @@ class NeedsPackage:
 
         record = self.__dict__.get(RECORD)
         if value is not None and record is not None and record["site"] == "score":
-            check_backend(value, str(Encoding.from_dict(record["encoding"])))
+            check_backend(value, str(Encoding.from_dict(check_record(record)["encoding"])))
         self.__dict__[ATTENTION] = stock_name(value)
 
 

@@ -121,25 +121,32 @@ def encoding_of(model: nn.Module) -> Encoding:
 def position_parameters(model: nn.Module) -> list[str]:
     """Names, as in `model.named_parameters()`, of the trainable weights that the patch brought. Empty where there are none."""
     _, base = transformers_model(model)
-    plan = _plan_of(base)
-    if plan is None:
-        return []
-    inside = {id(p) for p in getattr(base, CALL).parameters() if p.requires_grad}
-    if plan.expressed and plan.architecture.table is not None:
-        inside |= {id(p) for p in base.get_submodule(plan.architecture.table).parameters()}
+    inside = {id(p) for p in getattr(base, CALL).parameters() if p.requires_grad} if _plan_of(base) else set()
+    table = _table_brought(base)
+    if table is not None:
+        inside |= {id(p) for p in base.get_submodule(table).parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) in inside]
 
 
 def position_modules(model: nn.Module) -> list[str]:
     """Names of the modules that hold those weights, as PEFT's `modules_to_save` wants them."""
     _, base = transformers_model(model)
-    plan = _plan_of(base)
-    if plan is None:
-        return []
-    names = [CALL] if any(p.requires_grad for p in getattr(base, CALL).parameters()) else []
-    if plan.expressed and plan.architecture.table is not None:
-        names.append(plan.architecture.table.rpartition(".")[2])
+    names = [CALL] if _plan_of(base) and any(p.requires_grad for p in getattr(base, CALL).parameters()) else []
+    table = _table_brought(base)
+    if table is not None:
+        names.append(table.rpartition(".")[2])
     return names
+
+
+def _table_brought(base: PreTrainedModel) -> str | None:
+    """Path of the table that a patch put in the native one's place, also where it was saved and stock opened it."""
+    plan = _plan_of(base)
+    if plan is not None:
+        return plan.architecture.table if plan.expressed else None
+    record = getattr(base.config, checkpoint.RECORD, None)
+    if not isinstance(record, dict) or checkpoint.check_record(record)["site"] != "embedding":
+        return None
+    return architecture_of(base.config).table
 
 
 def set_native_weight(model: M, weight: float) -> M:
