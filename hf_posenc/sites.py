@@ -36,15 +36,8 @@ class PositionWeights(nn.Module):
         self.native_weight = 1.0 if plan.keep_native else 0.0
         self.names = tuple(weights)
         self.frozen = frozen
-        self.frozen = frozen
         for name, value in weights.items():
             self.register_parameter(name, nn.Parameter(value, requires_grad=name not in frozen))
-
-    def train(self, mode: bool = True) -> PositionWeights:
-        """Loading makes new parameters, all of them trainable, and sets the mode last: freeze again what is fixed."""
-        for name in self.frozen & set(self._parameters):
-            getattr(self, name).requires_grad_(False)
-        return super().train(mode)
 
     def train(self, mode: bool = True) -> PositionWeights:
         """Loading makes new parameters, all of them trainable, and sets the mode last: freeze again what is fixed."""
@@ -70,12 +63,6 @@ class SilentTable(nn.Module):
         super().__init__()
         self.weight = weight
         self.amount = amount
-
-    def train(self, mode: bool = True) -> SilentTable:
-        """Loading makes a new parameter, which trains, and sets the mode last: freeze a silent one again."""
-        if self.amount == 0.0:
-            self.weight.requires_grad_(False)
-        return super().train(mode)
 
     def train(self, mode: bool = True) -> SilentTable:
         """Loading makes a new parameter, which trains, and sets the mode last: freeze a silent one again."""
