@@ -1,10 +1,12 @@
-"""The README is true: its Python runs, its commands exist, its tables are those of the code."""
+"""The README and the examples are true: they run, their commands exist, their tables are those of the code."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import runpy
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -113,3 +115,30 @@ def test_links_and_pictures_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if "://" not in target:
             assert (ROOT / target).exists(), target
+
+
+def test_example_swaps_an_encoding_and_takes_it_back(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("swap_encoding")("HuggingFaceTB/SmolLM2-135M", "alibi")
+    last = capsys.readouterr().out.splitlines()[-1]
+    changed, restored = re.findall(r"by ([0-9.e+-]+)", last)
+    assert float(changed) > 1e-2 and float(restored) == 0
+
+
+def test_example_measures_by_length(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "book.txt").write_text("It was the best of times, it was the worst of times. " * 20)
+    example("perplexity_by_length")("HuggingFaceTB/SmolLM2-135M", "book.txt", "256")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["native", "yarn", "linear", "ntk"]
+    assert all(float(value) > 1 for line in lines[1:] for value in line.split()[1:])
+
+
+def test_example_gives_bert_another_encoding(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("bert_with_rope")(str(here / "bert"))
+    out = capsys.readouterr().out
+    assert "rope brings no new weights: []" in out
+    assert "saved and loaded as: learned:" in out
+
+
+def example(name: str) -> Callable[..., None]:
+    """The `main` of a script in examples/."""
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
