@@ -106,9 +106,9 @@ def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> tuple[A
     model, tokenizer = load_model(base, dtype, device_map, task=task)
     record = path / "hf_posenc.json"
     if record.is_file():  # the encoding that the adapter was trained under
-        import hf_posenc
+        from hf_posenc.patch import patch
 
-        hf_posenc.patch(model, json.loads(record.read_text(encoding="utf-8")))
+        patch(model, json.loads(record.read_text(encoding="utf-8")))
     model = PeftModel.from_pretrained(model, str(path))
     if (path / "tokenizer_config.json").is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path))

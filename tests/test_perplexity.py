@@ -483,6 +483,17 @@ def test_a_window_beyond_the_table_is_named() -> None:
     assert perplexity(model, text(20), window=64).tokens == 19  # no window is really that long
 
 
+def test_a_model_that_sees_the_answer_is_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    for model in (transformers.BertForMaskedLM(config), transformers.BertLMHeadModel(config)):
+        with pytest.raises(ValueError, match="pseudo_perplexity"):
+            perplexity(model, [1, 2, 3])
+    config.is_decoder = True
+    assert perplexity(transformers.BertLMHeadModel(config), [1, 2, 3]).tokens == 2
+
+
 def test_a_model_without_logits_is_named() -> None:
     with pytest.raises(ValueError, match="GPT2Model has no logits"):
         perplexity(tiny("gpt2").transformer, [1, 2, 3])
@@ -570,3 +581,33 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
         alone = perplexity(tiny("llama"), documents, 16, 4, definition=definition, batch_size=2)
         assert got[definition] == pytest.approx(alone.token_nll.tolist(), abs=1e-5)
         assert sum(got[definition]) == pytest.approx(alone.nll, abs=1e-6 * alone.tokens)
+
+
+# ---------------------------------------------------------------------- the harness
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("encoding", [None, "yarn:factor=2;beta_fast=16"])
+def test_the_harness_agrees_with_disjoint(encoding: str | None) -> None:
+    """Rolling log-likelihood of lm-evaluation-harness itself, on the same patched model."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from test_reports import letters, prose
+
+    from hf_posenc.evaluation import harness
+
+    tokenizer, model = letters(), tiny("llama", positions=64)
+    made = harness.register()
+    assert harness.register() is made
+    theirs = made(model, encoding=encoding, tokenizer=tokenizer, context_length=None, max_length=16, device="cpu")
+    documents = [prose(9, 1), prose(20, 2), "a"]
+    requests = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=i)
+        for i, text in enumerate(documents)
+    ]
+    expected = theirs.loglikelihood_rolling(requests, disable_tqdm=True)
+    for text, value in zip(documents[:2], expected, strict=False):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        ours = perplexity(model, ids, 16, definition="disjoint", bos=theirs.prefix_token_id)
+        assert ours.tokens == len(ids)
+        assert ours.nll == pytest.approx(-value, rel=1e-5)

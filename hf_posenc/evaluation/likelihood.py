@@ -209,8 +209,7 @@ def perplexity(
     documents = as_documents(token_ids)
     if definition not in DEFINITIONS:
         raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join(DEFINITIONS)}.")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError("model: an encoder-decoder has no perplexity on plain text; pass a causal language model.")
+    limits.check_causal(model)
     longest = max(len(document) for document in documents)
     if window is None:
         window = max(2, min(limits.context_length(model) or longest, longest))

@@ -10,6 +10,8 @@ from torch import nn
 _TABLES = frozenset(
     {"gpt2", "bert", "distilbert", "electra", "opt", "gpt_neo", "gpt_bigcode", "xlm", "albert", "openai-gpt"}
 )
+# Families that see both sides unless their config says is_decoder.
+_ENCODERS = frozenset({"bert", "electra", "roberta", "xlm-roberta", "camembert", "ernie", "roformer"})
 
 
 def text_config(model: nn.Module) -> Any:
@@ -49,11 +51,30 @@ def hard_limit(model: nn.Module) -> tuple[int, str] | None:
         rows = resolved.get("num_positions")
         if isinstance(rows, int):
             return rows, f"the {resolved.get('name')} table that the patch gave this model ({kind}) has {rows} rows"
+        rows = record.get("trained_length")
+        if record.get("keep_native") and kind in _TABLES and isinstance(rows, int):
+            return rows, f"the native table that the patch kept in this model ({kind}) has {rows} rows"
         return None
     rows = context_length(model)
     if kind in _TABLES and rows is not None:
         return rows, f"the position table of this model ({kind}) has {rows} rows"
     return None
+
+
+def check_causal(model: nn.Module) -> None:
+    """Raise a ValueError for a model that sees the targets it would be scored on."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    config, name = text_config(inner), type(inner).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model: {name} is an encoder-decoder; perplexity needs a causal language model.")
+    if name.endswith("ForMaskedLM") or (name.endswith("LMHeadModel") and getattr(config, "is_decoder", True) is False):
+        if getattr(config, "model_type", None) not in _ENCODERS and not name.endswith("ForMaskedLM"):
+            return  # GPT-2 and its like have the field and do not need it
+        raise ValueError(
+            f"model: {name} sees both sides of a token, so that its perplexity would be that of a model that knows"
+            " the answer."
+            " Use pseudo_perplexity."
+        )
 
 
 def check_length(model: nn.Module, name: str, value: int) -> None:

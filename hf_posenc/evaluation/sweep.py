@@ -167,6 +167,7 @@ def evaluate(
             "seed": seed,
         }
         key = {k: common[k] for k in ("version", "model", "dtype")}
+        key |= {"tokenizer": _hash_tokenizer(source.tokenizer)}
         key |= {"task": "passkey", "encoding": _key(item), "made_for": max(lengths)} | task
         with _part(folder, key, fresh, processes) as part:
             if not part:
@@ -416,6 +417,12 @@ def _first_device() -> str | None:
         found = torch.accelerator.current_accelerator()
         return None if found is None else found.type
     return None
+
+
+def _hash_tokenizer(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(rules.encode()).hexdigest()
 
 
 def _hash_weights(model: nn.Module) -> str:
