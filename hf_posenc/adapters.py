@@ -1,16 +1,33 @@
-"""PEFT adapters that know about the new position weights."""
+"""PEFT adapters that know about the new position weights, and about the encoding that they were trained under."""
 
 from __future__ import annotations
 
-import typing
-from typing import Any
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
+from peft import LoraConfig
 from torch import nn
 
-from hf_posenc.patch import position_modules, transformers_model
+from hf_posenc import checkpoint
+from hf_posenc.architecture import architecture_of
+from hf_posenc.encoding import Encoding
+from hf_posenc.patch import encoding_of, patch, position_modules, set_native_weight, transformers_model
 
-if typing.TYPE_CHECKING:
-    from peft import LoraConfig
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass
+class PositionLoraConfig(LoraConfig):
+    """A `peft.LoraConfig` that says in `adapter_config.json` which encoding the adapter was trained under.
+
+    An adapter is nothing without it: read by PEFT alone, the unknown entry gives a warning that names it.
+    """
+
+    hf_posenc: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Record of the patch of the model that the adapter was trained on."}
+    )
 
 
 def lora_config(
@@ -19,7 +36,7 @@ def lora_config(
     """A `peft.LoraConfig` that also trains and saves the weights that the patch of `model` brought.
 
     PEFT freezes every module that it does not know, and leaves it out of the adapter: without this, new position weights
-    would be lost.
+    would be lost. Load such an adapter onto a model patched alike, which `patch_as_trained` does.
 
     Args:
         model: a patched model (an unpatched one gives a plain config).
@@ -28,12 +45,7 @@ def lora_config(
             embeddings (Chen et al. 2023, "LongLoRA", arXiv 2309.12307, table 2).
         train_embeddings: also train and save the token embeddings.
         kwargs: anything else that `peft.LoraConfig` takes. `target_modules` defaults to the attention projections.
-
-    Raises:
-        ImportError: PEFT is not installed.
     """
-    from peft import LoraConfig
-
     top, base = transformers_model(model)
     modules = list(kwargs.pop("modules_to_save", None) or ())
     modules += position_modules(model)
@@ -44,10 +56,32 @@ def lora_config(
         embeddings = base.get_input_embeddings()
         modules += [name.rpartition(".")[2] for name, module in base.named_modules() if module is embeddings]
         kwargs.setdefault("ensure_weight_tying", bool(getattr(top.config, "tie_word_embeddings", False)))
-    if "target_modules" not in kwargs:
-        from hf_posenc.architecture import architecture_of
+    kwargs.setdefault("target_modules", list(architecture_of(base.config).adapted))
+    if hasattr(top, "generate") and hasattr(top, "lm_head"):
+        kwargs.setdefault("task_type", "CAUSAL_LM")
+    record = getattr(base.config, checkpoint.RECORD, None)
+    return PositionLoraConfig(r=r, modules_to_save=sorted(set(modules)) or None, hf_posenc=record, **kwargs)
 
-        kwargs["target_modules"] = list(architecture_of(base.config).adapted)
-    if "task_type" not in kwargs and hasattr(top, "generate") and hasattr(top, "lm_head"):
-        kwargs["task_type"] = "CAUSAL_LM"
-    return LoraConfig(r=r, modules_to_save=sorted(set(modules)) or None, **kwargs)
+
+def patch_as_trained(model: M, adapter: str | Path) -> M:
+    """Patch a base model as the model was on which an adapter was trained; leave it alone where the adapter says nothing.
+
+    Args:
+        adapter: the adapter's folder.
+
+    Raises:
+        ValueError: no adapter there, a record that this version cannot read, or an encoding that `model` cannot take.
+    """
+    path = Path(adapter) / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{str(adapter)!r} is not a PEFT adapter: it has no adapter_config.json.")
+    record = json.loads(path.read_text(encoding="utf-8")).get(checkpoint.RECORD)
+    if record is None:
+        return model
+    record = checkpoint.check_record(record)
+    encoding = Encoding.from_dict(record["encoding"])
+    if encoding_of(model) != encoding:
+        patch(model, encoding, keep_native=record["keep_native"])
+        if record["keep_native"]:
+            set_native_weight(model, record["native_weight"])
+    return model
