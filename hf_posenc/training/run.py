@@ -117,6 +117,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
     if training.should_save:
         write_record(folder, {"settings": asked, "finished": False, "training": training.to_sanitized_dict()})
 
+    parts = context_parts(training)
     stop = StopOnSignal()
     callbacks: list[Any] = [stop]
     fading = Fading.parse(ours.native_weight_schedule) if ours.native_weight_schedule is not None else None
@@ -128,7 +129,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         train_dataset=train,
         # The Trainer insists on one; where there is a measurement, it is not looked at.
         eval_dataset=measured if measured is None or isinstance(measured, TrainingBlocks) else [],  # type: ignore[arg-type]
-        data_collator=Collator(_pad_id(setup.tokenizer), ours.packing, _parts(training)),  # type: ignore[arg-type]
+        data_collator=Collator(_pad_id(setup.tokenizer), ours.packing, 2 * parts if parts > 1 else 1),  # type: ignore[arg-type]
         processing_class=setup.tokenizer,
         callbacks=callbacks,
         slice_length=ours.loss_slice,
@@ -168,6 +169,8 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         wanted = ours.encoding if ours.encoding is not None else encoding_of(model)
         patch(model, wanted, context_length=ours.context_length, keep_native=ours.native_weight_schedule is not None)
         found = encoding_of(model)
+        if context_parts(training) > 1:
+            _check_context_parallel(found, ours)
         encoding, record = str(found), found.to_dict()
         length = ours.context_length or max(trained, int(model.config.max_position_embeddings))
     if ours.native_weight_schedule is not None and length > trained and _has_table(model):
@@ -405,11 +408,25 @@ def _pad_id(tokenizer: Any) -> int:
     return next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
 
 
-def _parts(training: TrainingArguments) -> int:
-    """What the length of a batch has to be a multiple of: twice the parts that context parallelism cuts it into."""
-    parallel = getattr(training, "parallelism_config", None)
-    size = getattr(parallel, "cp_size", 1) or 1
-    return 2 * size if size > 1 else 1
+def context_parts(training: TrainingArguments) -> int:
+    """Parts that context parallelism cuts a sample into; 1 where it is off."""
+    return int(getattr(getattr(training, "parallelism_config", None), "cp_size", 1) or 1)
+
+
+def _check_context_parallel(encoding: Any, ours: FinetuneArguments) -> None:
+    """Raise where a sample cut along its length would be trained wrongly without a word."""
+    if encoding.site == "score":
+        raise ValueError(
+            f"--encoding {encoding.name} adds a bias to the scores, which context parallelism drops with the mask. "
+            "Use a rotary encoding, or FSDP without context parallelism."
+        )
+    if encoding.length_dependent:
+        raise ValueError(
+            f"--encoding {encoding.name} depends on the length of the sequence, of which a process sees only a part "
+            "under context parallelism. Use yarn, ntk or linear."
+        )
+    if ours.packing == "pack":
+        raise ValueError("Context parallelism drops the masks that keep packed documents apart: use --packing cut.")
 
 
 # ---------------------------------------------------------------------- reports and files
