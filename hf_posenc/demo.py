@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -168,12 +169,13 @@ def write_texts(output: Path) -> tuple[Path, Path]:
 
 
 def inspected(folder: Path) -> str:
-    """What `hf-posenc inspect` says of a model."""
+    """The head of what `hf-posenc inspect` says of a model."""
     import hf_posenc
     from hf_posenc.models import load_model
 
     loaded, _ = load_model(folder)
-    return str(hf_posenc.describe(loaded))
+    report = str(hf_posenc.describe(loaded)).splitlines()
+    return "\n".join(line for line in report[: report.index("", 2) if "" in report[2:] else None] if line)
 
 
 def finetune(model: Path, text: Path, output: Path, *, on_cpu: bool, bf16: bool) -> None:
@@ -293,7 +295,9 @@ def _prepare_model(source: str, folder: Path, dtype: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     half = folder.with_name(f".{folder.name}-{os.getpid()}")
     try:
-        loaded, tokenizer = load_model(source, dtype)
+        quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+        with quiet:  # reading GGUF draws a bar whatever it is told
+            loaded, tokenizer = load_model(source, dtype)
         loaded.save_pretrained(half)
         tokenizer.save_pretrained(half)
         os.replace(half, folder)

@@ -56,7 +56,7 @@ def describe_encoding(encoding: type[Encoding], width: int = 100) -> str:
 
 def encoding_rows() -> list[tuple[str, str, str, str]]:
     """(name, site, fields with defaults, one line of what it is) of each encoding, sorted by name."""
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for name, encoding in encodings().items():
         parent = _registered_parent(encoding)
         inherited = {f.name for f in fields_of(parent)} if parent else set()
