@@ -18,7 +18,7 @@ from hf_posenc.evaluation import evaluate, perplexity, plots
 from hf_posenc.evaluation.files import plain, write_whole
 from hf_posenc.evaluation.report import summary
 from hf_posenc.evaluation.sweep import tokenize
-from models import tiny_gpt2, tiny_llama
+from models import tiny_bert, tiny_gpt2, tiny_llama
 
 WORDS = ["time", "road", "stone", "river", "light", "house", "cloud", "green", "under", "seven"]
 
@@ -98,6 +98,11 @@ def test_native_is_measured_on_the_short_side_even_if_not_asked_for(folder: Path
     rows = {row["length"]: row for row in results["encodings"][0]["rows"]}
     assert rows[256]["change_against_native"] is not None
     assert rows[512]["change_against_native"] is None
+    whole = evaluate(folder, ["native"], text, [512], progress=False)["encodings"][0]
+    # The same targets, although the native pass of the first call was shorter.
+    for full, short in zip(whole["rows"], results["native"]["rows"], strict=False):
+        assert full["tokens"] == short["tokens"]
+        assert full["perplexity"] == pytest.approx(short["perplexity"], rel=1e-4)
     assert re.search(r"yarn:factor=2 +[+-]\d+\.\d%", summary(results))  # the table of changes
 
 
@@ -128,18 +133,22 @@ def test_files_of_a_report(tmp_path: Path, folder: Path, text: Path) -> None:
 
 
 def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.evaluation import sweep
+    from hf_posenc.evaluation import report, sweep
 
     out, calls = tmp_path / "out", []
     real = sweep._measure
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments: Any, **more: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **more)
+
+    def only_numbers(results: Any, where: Path) -> None:  # drawing is another test's
+        write_whole(where / "results.json", json.dumps(results))
 
     monkeypatch.setattr(sweep, "_measure", counting)
+    monkeypatch.setattr(report, "write_report", only_numbers)
     options: dict[str, Any] = {"progress": False}
     with pytest.raises(KeyboardInterrupt):
         evaluate(folder, ["native", "ntk:factor=2"], text, [512], out, **options)
@@ -188,6 +197,25 @@ def test_start_token_and_joined_documents(tmp_path: Path, folder: Path) -> None:
     assert joined["encodings"][0]["tokens"] == count + 2 - 1  # two ends of text between them
     cut = evaluate(tiny_llama(max_position_embeddings=256), lengths=[256], max_tokens=300, bos=False, **options)
     assert cut["text"]["tokens"] == 300
+
+
+def test_encoders_are_measured_by_pseudo_perplexity(tmp_path: Path, text: Path) -> None:
+    tokenizer = letters()
+    tokenizer.mask_token, tokenizer.cls_token, tokenizer.sep_token = "}", "<s>", "<e>"
+    model = tiny_bert(max_position_embeddings=128)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "progress": False, "definition": "pseudo", "max_tokens": 600}
+    encodings = ["native", "learned:init=repeat"]
+    with pytest.raises(ValueError, match="128 rows"):
+        evaluate(model, encodings, text, [128, 256], **options)
+    results = evaluate(model, encodings[1:], text, [128, 256], tmp_path / "out", **options)
+    (entry,) = results["encodings"]
+    assert [row["length"] for row in entry["rows"]] == [128, 256]
+    assert [row["tokens"] for row in entry["rows"]] == [2 * 64, 2 * 64]
+    # Repeating the table leaves its own rows as they are, so the native length is not changed.
+    assert entry["rows"][0]["change_against_native"] == pytest.approx(0.0, abs=1e-4)
+    assert "masked one at a time" in (tmp_path / "out" / "report.md").read_text()
+    with pytest.raises(ValueError, match="mask token"):
+        evaluate(model, ["native"], text, [128], **(options | {"tokenizer": letters()}))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
             for entry in encodings
         },
     )
-    steady = [entry for entry in encodings if not entry["length_dependent"] or len(encodings) == 1]
+    steady = [e for e in encodings if e["positions"] and (not e["length_dependent"] or len(encodings) == 1)]
     positions = plots.loss_by_position(
         {entry["label"]: [(float(x), float(y), n) for x, y, n in entry["positions"] if x >= 16] for entry in steady},
         trained_length=trained,
@@ -64,8 +64,7 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
     found: dict[str, tuple[Any, str] | None] = {
         "perplexity": (
             curve,
-            "Perplexity of the targets with L/2 .. L-1 tokens before them, against L. Thin bars, where there is enough"
-            " text: 95 % bootstrap intervals over blocks.",
+            f"{_column(results)} Thin bars, where there is enough text: 95 % bootstrap intervals over blocks.",
         ),
         "loss_by_position": (
             positions,
@@ -95,6 +94,12 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
     return found
 
 
+def _column(results: dict[str, Any]) -> str:
+    if results["settings"]["definition"] == "pseudo":
+        return "At length L: windows of L tokens, special ones included."
+    return "At length L: the targets with L/2 .. L-1 tokens before them."
+
+
 def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
     """[(title, note, head, rows)]."""
     encodings, trained = results["encodings"], results["model"]["trained_length"]
@@ -102,8 +107,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
     tables = [
         (
             "Perplexity by context length",
-            "Column L: targets with L/2 .. L-1 tokens before them."
-            + (f" The model was trained on {trained:,} tokens." if trained else ""),
+            _column(results) + (f" The model was trained on {trained:,} tokens." if trained else ""),
             ["encoding", *(f"{length:,}" for length in lengths)],
             [[entry["label"], *(_number(row["perplexity"]) for row in entry["rows"])] for entry in encodings],
         )
@@ -148,7 +152,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
                     entry["label"],
                     _number(entry["perplexity"]),
                     " .. ".join(map(_number, entry["interval"])) if entry["interval"] else "-",
-                    f"{float(entry['bits_per_byte']):.4f}",
+                    "-" if entry["bits_per_byte"] is None else f"{float(entry['bits_per_byte']):.4f}",
                     f"{entry['tokens']:,}",
                     str(entry["passes"]),
                     f"{entry['seconds']:.1f}",
@@ -162,25 +166,25 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
 
 def _notes(results: dict[str, Any]) -> list[str]:
     settings, text = results["settings"], results["text"]
-    notes = [
-        f"Definition `{settings['definition']}`: {settings['definition_means']}.",
-        f"Windows of {settings['window']:,} tokens"
-        + (
-            f", {settings['stride']:,} tokens apart."
-            if settings["stride"]
-            else " without overlap, each a fresh context."
-        ),
-        "One pass at the longest length gives every length: under a causal model the loss at position p is the loss"
-        " at context"
-        " length p.",
-    ]
-    dependent = [entry["label"] for entry in results["encodings"] if entry["length_dependent"]]
-    if dependent:
-        notes.append(
-            f"Not so for {', '.join(f'`{label}`' for label in dependent)}: its numbers depend on the length of the"
-            " sequence, so"
-            " each length had a pass of its own over the beginnings of the same blocks (same targets)."
+    notes = [f"Definition `{settings['definition']}`: {settings['definition_means']}."]
+    if settings["definition"] == "pseudo":
+        notes.append("In each window up to 64 tokens, drawn with seed 0, were masked one at a time.")
+    else:
+        apart = (
+            f", {settings['stride']:,} tokens apart" if settings["stride"] else " without overlap, each a fresh context"
         )
+        notes.append(f"Windows of {settings['window']:,} tokens{apart}.")
+        notes.append(
+            "One pass at the longest length gives every length: under a causal model the loss at position p is the"
+            " loss at"
+            " context length p."
+        )
+        dependent = [entry["label"] for entry in results["encodings"] if entry["length_dependent"]]
+        if dependent:
+            notes.append(
+                f"Not so for {', '.join(f'`{label}`' for label in dependent)}: its numbers depend on the length of the"
+                " sequence, so each length had a pass of its own over the beginnings of the same blocks (same targets)."
+            )
     notes += [
         "No document is context for another."
         if not text["concatenated"]

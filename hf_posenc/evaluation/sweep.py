@@ -26,6 +26,7 @@ from hf_posenc.evaluation import limits
 from hf_posenc.evaluation.files import plain, write_json
 from hf_posenc.evaluation.likelihood import PerplexityResult, perplexity
 from hf_posenc.evaluation.processes import Processes
+from hf_posenc.evaluation.pseudo import pseudo_perplexity
 from hf_posenc.evaluation.windows import DEFINITIONS, DESCRIPTIONS, check_int
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,11 @@ SHORTEST = 128
 """Tokens below which no length is reported by itself: too few targets, and no context to speak of."""
 DOCUMENTS_FOR_INTERVAL = 5
 """Blocks or documents below which no interval is reported: resampling so few says little."""
-_VERSION = 1  # part of every part's key: raise it when numbers come out differently
+PSEUDO = "pseudo"
+"""The definition for fill-in encoders."""
+PSEUDO_TARGETS = 64
+"""Tokens masked in each block under that definition: each costs a pass over its block."""
+_VERSION = 2  # part of every part's key: raise it when numbers come out differently
 
 
 def evaluate(
@@ -90,7 +95,8 @@ def evaluate(
         concatenate: join all documents into one stream, with the tokenizer's end-of-text token between them (default:
             no document is context for another).
         max_tokens: use at most so many tokens of text, long documents first (default: all).
-        definition: what perplexity is to mean, one of `DEFINITIONS`.
+        definition: what perplexity is to mean, one of `DEFINITIONS`; "pseudo" for a fill-in encoder, whose row of
+            length L then holds windows of L tokens, in each of which 64 tokens are masked in turn.
         stride: tokens between sliding windows of `max(lengths)` tokens (default: blocks without overlap, which give
             every context length equally many targets).
         bos: put the tokenizer's BOS before each window (default: where the tokenizer itself puts one before a text).
@@ -120,14 +126,22 @@ def evaluate(
         raise ValueError("lengths is empty; give context lengths in tokens, such as [2048, 8192].")
     for length in lengths:
         check_int("lengths", length, low=4, why="a context length in tokens")
-    if definition not in DEFINITIONS:
-        raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join(DEFINITIONS)}.")
+    if definition not in (*DEFINITIONS, PSEUDO):
+        raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join((*DEFINITIONS, PSEUDO))}.")
+    if definition == PSEUDO and (stride is not None or passkey_trials):
+        raise ValueError(
+            'definition="pseudo" is for encoders, which have no sliding windows and write no answers; leave stride and'
+            " passkey_trials out."
+        )
     check_int("passkey_trials", passkey_trials, low=0, why="it is the number of passkeys for each length and depth")
     folder = _output_folder(output)
     processes = Processes.find()
     started = time.time()
 
-    source = _Source(model, tokenizer, dtype, device)
+    source = _Source(model, tokenizer, dtype, device, "masked" if definition == PSEUDO else "causal")
+    if definition == PSEUDO and source.tokenizer.mask_token_id is None:
+        raise ValueError('definition="pseudo" needs a tokenizer with a mask token; this one has none.')
+    bos = False if definition == PSEUDO else bos
     text = _read(source.tokenizer, texts, documents, concatenate, max_tokens, max(lengths), bos)
     with _part(folder, {"version": _VERSION, "task": "model", "model": source.fingerprint}, fresh, processes) as part:
         if not part:
@@ -156,7 +170,12 @@ def evaluate(
                 live = source.patched(item, max(lengths))
                 part |= _describe(live, item)
                 logger.info("Measuring %s", part["label"])
-                part |= _measure(live, text, upto, definition, stride, batch_size, progress, part["length_dependent"])
+                if definition == PSEUDO:
+                    part |= _measure_pseudo(live, source.tokenizer, text, upto, max(lengths), batch_size, progress)
+                else:
+                    separate = part["length_dependent"]
+                    options = {"definition": definition, "batch_size": batch_size, "progress": progress}
+                    part |= _measure(live, text, upto, max(lengths), stride, separate, **options)
         parts[item] = part
     retrieval: dict[Any, dict[str, Any]] = {}
     for item in wanted if passkey_trials else []:
@@ -236,13 +255,16 @@ _SHORT_NATIVE = _ShortNative()
 class _Source:
     """A model that is loaded only if something has to be measured, and patched with one encoding after another."""
 
-    def __init__(self, model: str | Path | nn.Module, tokenizer: Any, dtype: Any, device: str | None) -> None:
+    def __init__(
+        self, model: str | Path | nn.Module, tokenizer: Any, dtype: Any, device: str | None, task: str
+    ) -> None:
         from hf_posenc import models
 
         self._where: str | Path | None = None
         self._model: nn.Module | None = None
         self._given_dtype = dtype
         self._device = device
+        self._task = task
         self._state: Any = SAVED
         if isinstance(model, nn.Module):
             if tokenizer is None:
@@ -269,7 +291,9 @@ class _Source:
             from hf_posenc.models import load_model
 
             assert self._where is not None
-            self._model, _ = load_model(self._where, self._given_dtype, self._device or _first_device())
+            self._model, _ = load_model(
+                self._where, self._given_dtype, self._device or _first_device(), task=self._task
+            )
         return self._model
 
     @property
@@ -662,32 +686,33 @@ def _measure(
     model: nn.Module,
     text: _Text,
     lengths: list[int],
-    definition: str,
+    block_length: int,
     stride: int | None,
-    batch_size: int | None,
-    progress: bool | None,
-    length_dependent: bool,
+    separate: bool,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Perplexity under the encoding in force at each of `lengths`."""
+    """Perplexity under the encoding in force at each of `lengths`.
+
+    Args:
+        block_length: what the text is cut into, the same for every encoding, so that all are scored on the same
+        targets.
+        separate: give each length a pass of its own.
+        options: of `perplexity`.
+    """
     began = time.time()
     longest = max(lengths)
-    blocks = text.blocks(longest) if stride is None else text.documents
-    options: dict[str, Any] = {
-        "definition": definition,
-        "bos": text.bos,
-        "batch_size": batch_size,
-        "progress": progress,
-    }
+    blocks = text.blocks(block_length) if stride is None else text.documents
     results: dict[int, PerplexityResult] = {}
     seconds: dict[int, float] = {}
-    for length in lengths if length_dependent else [longest]:
+    for length in lengths if separate else [longest]:
         start = time.time()
         pieces = blocks
-        if length < longest and stride is None:
+        if length < block_length and stride is None:
             room = length - (text.bos is not None)
-            pieces = [block[:room] for block in blocks if len(block) > length // 2 + 1]
+            pieces = [block[:room] for block in blocks]
         pieces = [piece for piece in pieces if len(piece) > 1]
-        results[length] = perplexity(model, pieces, length, None if stride is None else min(stride, length), **options)
+        step = None if stride is None else min(stride, length)
+        results[length] = perplexity(model, pieces, length, step, bos=text.bos, **options)
         seconds[length] = time.time() - start
     whole = results[longest]
     rows = []
@@ -715,7 +740,64 @@ def _measure(
         "rows": rows,
         "positions": whole.by_position(),
         "seconds": time.time() - began,
-        "seconds_by_length": seconds if length_dependent else None,
+        "seconds_by_length": seconds if separate else None,
+    }
+
+
+def _measure_pseudo(
+    model: nn.Module,
+    tokenizer: Any,
+    text: _Text,
+    lengths: list[int],
+    block_length: int,
+    batch_size: int | None,
+    progress: bool | None,
+) -> dict[str, Any]:
+    """Pseudo-perplexity under the encoding in force in windows of each of `lengths`: an encoder has no one-pass
+    curve."""
+    began = time.time()
+    prefix, suffix = tokenizer.cls_token_id, tokenizer.sep_token_id
+    extra = (prefix is not None) + (suffix is not None)
+    rows, seconds = [], {}
+    whole: PerplexityResult | None = None
+    for length in lengths:
+        start = time.time()
+        room = length - extra
+        pieces = [block[:room] for document in text.documents for block in document.split(block_length - extra)]
+        pieces = [piece for piece in pieces if len(piece) == room]  # whole windows only: the context is the window
+        whole = pseudo_perplexity(
+            model,
+            pieces,
+            tokenizer.mask_token_id,
+            length,
+            prefix=prefix,
+            suffix=suffix,
+            max_targets=PSEUDO_TARGETS,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        row: dict[str, Any] = {
+            "length": length,
+            "low": length,
+            "high": length,
+            "tokens": whole.tokens,
+            "perplexity": whole.perplexity,
+        }
+        rows.append(row | {"nll": whole.nll, "interval": _interval(whole)})
+        seconds[length] = time.time() - start
+    assert whole is not None
+    return {
+        "tokens": whole.tokens,
+        "nll": whole.nll,
+        "perplexity": whole.perplexity,
+        "bits_per_byte": None,
+        "interval": _interval(whole),
+        "windows": whole.windows,
+        "passes": len(lengths),
+        "rows": rows,
+        "positions": [],
+        "seconds": time.time() - began,
+        "seconds_by_length": seconds,
     }
 
 
