@@ -544,7 +544,7 @@ def planning_class(stock: type) -> type:
 
     def generate(self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         length = _asked_length(self, inputs, generation_config, kwargs)
-        if length is None:
+        if length is None or positions.is_planned():  # whoever planned outside knows more, such as the next questions
             return stock.generate(self, inputs, generation_config, *args, **kwargs)  # type: ignore[attr-defined]
         with positions.sequence_length(length):
             return stock.generate(self, inputs, generation_config, *args, **kwargs)  # type: ignore[attr-defined]

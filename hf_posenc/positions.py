@@ -171,7 +171,8 @@ _planned: ContextVar[Tensor | None] = ContextVar("hf_posenc_planned", default=No
 def sequence_length(length: int | Tensor) -> Iterator[None]:
     """Tell length-dependent encodings how long the sequences started inside will become.
 
-    `generate` does this by itself. By hand it makes chunks, token-by-token passes and one whole pass agree.
+    `generate` does this by itself, unless it runs inside. By hand it makes chunks, token-by-token passes and one whole
+    pass agree, and plans a conversation for all of its turns.
 
     Args:
         length: tokens, for all rows or [batch].
@@ -189,6 +190,11 @@ def sequence_length(length: int | Tensor) -> Iterator[None]:
         yield
     finally:
         _planned.reset(token)
+
+
+def is_planned() -> bool:
+    """Whether this runs inside `sequence_length`."""
+    return _planned.get() is not None
 
 
 # ---------------------------------------------------------------------- where tokens stand
