@@ -7,6 +7,8 @@ when it is used.
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 import typing
 from typing import Any
 
@@ -60,6 +62,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    """This module. `patch`, `describe` and `verify` are functions, and files of the same names: the function it is."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and value.__name__ == _LATER.get(name):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
