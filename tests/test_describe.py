@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
+from hf_posenc import patch
 from models import ARCHITECTURES, HEADS, HIDDEN, POSITIONS
-
-patch = hf_posenc.patch
 
 
 def row(model: Any, name: str) -> str:

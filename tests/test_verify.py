@@ -14,10 +14,8 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel
 
 import hf_posenc
-from hf_posenc import sites
+from hf_posenc import patch, sites
 from models import ARCHITECTURES, POSITIONS, VOCABULARY
-
-patch = hf_posenc.patch
 
 
 def failed(model: Any, **options: Any) -> set[str]:
