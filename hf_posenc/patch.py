@@ -233,9 +233,17 @@ def _shape_of(base: PreTrainedModel, architecture: Architecture) -> ModelShape:
 
 
 def _place(base: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """Where and in which dtype new weights belong: beside the token embeddings."""
-    weight = base.get_input_embeddings().weight  # type: ignore[union-attr]
-    return weight.device, weight.dtype  # type: ignore[return-value]
+    """Where and in which dtype new weights belong: beside the token embeddings, or where those are brought to be used."""
+    embeddings: Any = base.get_input_embeddings()
+    device = embeddings.weight.device
+    if _is_offloaded(embeddings):
+        device = torch.device(embeddings._hf_hook.execution_device)
+    return device, embeddings.weight.dtype
+
+
+def _is_offloaded(module: Any) -> bool:
+    """Whether accelerate keeps the module's weight elsewhere, and brings it in for each call."""
+    return module.weight.is_meta and getattr(getattr(module, "_hf_hook", None), "execution_device", None) is not None
 
 
 def _native_table(base: nn.Module, architecture: Architecture) -> Tensor | None:
@@ -246,7 +254,13 @@ def _native_table(base: nn.Module, architecture: Architecture) -> Tensor | None:
     for entry in journal.entries if journal else ():
         if isinstance(entry, Replaced) and entry.path == architecture.table:
             return _weight_before(base, entry).detach()
-    return base.get_submodule(architecture.table).weight.detach()  # type: ignore[union-attr,return-value]
+    table = base.get_submodule(architecture.table)
+    if _is_offloaded(table):
+        from accelerate.utils import align_module_device
+
+        with align_module_device(table, "cpu"):
+            return table.weight.detach().clone()  # type: ignore[union-attr,operator]
+    return table.weight.detach()  # type: ignore[union-attr,return-value]
 
 
 def _weight_before(base: nn.Module, entry: Replaced) -> Tensor:
@@ -391,6 +405,13 @@ class Journal:
         """
         if any(type(p).__name__ == "DTensor" for p in base.parameters()):
             raise PatchError("The model's weights are sharded (FSDP). Unwrap or gather it before it is patched or unpatched.")
+        for entry in self.entries:
+            now = base.get_submodule(entry.path) if isinstance(entry, Replaced) else None
+            if isinstance(now, SilentTable) and _is_offloaded(now):
+                raise PatchError(
+                    f"{entry.path} was offloaded since the model was patched. Take the hooks off first: "
+                    "accelerate.hooks.remove_hook_from_submodules(model)."
+                )
         while self.entries:
             self.entries.pop().undo(model, top, base)
         base.__dict__.pop(JOURNAL, None)
@@ -431,6 +452,11 @@ def _change(
 
     if architecture.table is not None:
         table = base.get_submodule(architecture.table)
+        if _is_offloaded(table) and (plan.expressed or owner.native_weight):
+            raise PatchError(
+                f"{plan.encoding}: the native table {architecture.table} is offloaded, and what takes its place would not be "
+                "brought in. Patch the model before it is offloaded."
+            )
         journal.entries.append(Replaced(architecture.table, table))
         if plan.expressed:
             base.set_submodule(architecture.table, _longer_table(table, tables["table"]))
