@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from peft import LoraConfig
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_posenc import checkpoint
 from hf_posenc.architecture import architecture_of
@@ -57,6 +58,10 @@ def lora_config(
         modules += [name.rpartition(".")[2] for name, module in base.named_modules() if module is embeddings]
         kwargs.setdefault("ensure_weight_tying", bool(getattr(top.config, "tie_word_embeddings", False)))
     kwargs.setdefault("target_modules", list(architecture_of(base.config).adapted))
+    targets = kwargs["target_modules"]
+    if isinstance(targets, (list, tuple, set)):  # GPT-2 keeps its weights transposed
+        adapted = [module for name, module in base.named_modules() if name.rpartition(".")[2] in targets]
+        kwargs.setdefault("fan_in_fan_out", any(isinstance(module, Conv1D) for module in adapted))
     if hasattr(top, "generate") and hasattr(top, "lm_head"):
         kwargs.setdefault("task_type", "CAUSAL_LM")
     record = getattr(base.config, checkpoint.RECORD, None)

@@ -251,7 +251,7 @@ def _in_blocks(
         if hidden is not None:
             bias = bias.masked_fill(hidden[:, None, None, :seen], LOWEST)
         # Finite in any dtype: a row that sees nothing must not become NaN.
-        bias = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+        bias = bias.clamp(min=max(torch.finfo(query.dtype).min, LOWEST)).to(query.dtype)
         part = query[:, :, begin:end]
         if single:
             part = part.reshape(batch, -1, repeats, width)
