@@ -206,6 +206,11 @@ def test_shift_is_transformers_shift() -> None:
 def _trainer(model: PreTrainedModel, folder: Path, data: Sequence[Any] = (), **options: Any) -> LongContextTrainer:
     fields = {"learning_rate": 1e-2, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     ours = {name: options.pop(name) for name in ("slice_length", "document_names", "callbacks") if name in options}
+    known = TrainingArguments.__dataclass_fields__
+    if "activation_checkpointing" not in known:  # older releases call it so
+        options = {name.replace("activation_", "gradient_"): value for name, value in options.items()}
+    if "train_sampling_strategy" not in known:
+        options.pop("train_sampling_strategy", None)
     training = TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
         prediction_loss_only=True, logging_nan_inf_filter=False, save_strategy="no", **{**fields, **options},
@@ -435,6 +440,7 @@ def test_the_saved_folder_opens_and_tells_its_story(saved: Callable[..., str], t
     assert {"eval_perplexity_16", "eval_perplexity_64", "eval_loss", "train_loss"} <= result.metrics.keys()
     model = AutoModelForCausalLM.from_pretrained(output)
     assert str(encoding_of(model)) == "alibi"
+    assert model.config.use_cache  # the Trainer turns it off, and generation would be slow
     again, tokenizer = load_model(output)
     assert tokenizer.model_max_length == 64
     from hf_posenc.evaluation import perplexity
@@ -639,6 +645,10 @@ def test_folders_of_others_are_refused_and_finished_runs_kept(
     assert "with other settings (encoding: None, now 'yarn')" in capsys.readouterr().err
     assert main([*line, "--output_dir", str(tmp_path / "new"), "--encoding", "yarm"]) == 2
     assert "Did you mean 'yarn'?" in capsys.readouterr().err
+    table = ["--encoding", "learned", "--context_length", "64", "--eval_text", text, "--eval_lengths", "128"]
+    line[4] = saved("gpt2")
+    assert main([*line, "--output_dir", str(tmp_path / "new"), *table]) == 2
+    assert "eval_lengths" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -18,6 +18,7 @@ from transformers import TrainingArguments, set_seed
 
 from hf_posenc.data import Collator, DataReport, Masking, Preparation, TrainingBlocks, make_blocks, tokenize_documents
 from hf_posenc.data.documents import load_documents
+from hf_posenc.evaluation.limits import check_length
 from hf_posenc.training import estimate
 from hf_posenc.training.arguments import (
     Arguments,
@@ -65,10 +66,12 @@ class _Setup:
     trained_length: int
     context_length: int
     block_length: int
+    use_cache: Any
+    """What the config says; the Trainer turns it off."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 143 SIGTERM."""
+    """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 130 or 143 stopped."""
     arguments = parse_arguments(argv)
     if arguments.training.process_index == 0:
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -79,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"finetune: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("finetune: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
     except (NonFiniteLossError, OSError) as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 1
@@ -128,7 +134,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         args=training,
         train_dataset=train,
         # The Trainer insists on one; where there is a measurement, it is not looked at.
-        eval_dataset=measured if measured is None or isinstance(measured, TrainingBlocks) else [],  # type: ignore[arg-type]
+        eval_dataset=None if measured is None else [],  # type: ignore[arg-type]
         data_collator=Collator(_pad_id(setup.tokenizer), ours.packing, 2 * parts if parts > 1 else 1),  # type: ignore[arg-type]
         processing_class=setup.tokenizer,
         callbacks=callbacks,
@@ -136,7 +142,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         document_names=train.documents if isinstance(train, TrainingBlocks) else None,
         encoding_record=setup.encoding_record,
     )
-    if callable(measured):
+    if measured is not None:
         limit = setup.trained_length if fading is not None and _has_table(setup.model) else None
         trainer.measure = _measurement(trainer, measured, fading, limit)
     done = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
@@ -198,7 +204,7 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         )
     if tokenizer.model_max_length < length or ours.context_length is not None:
         tokenizer.model_max_length = length
-    return _Setup(model, tokenizer, encoding, record, trained, length, block)
+    return _Setup(model, tokenizer, encoding, record, trained, length, block, getattr(model.config, "use_cache", None))
 
 
 def _has_table(model: Any) -> bool:
@@ -329,13 +335,15 @@ def _masking(ours: FinetuneArguments, setup: _Setup) -> Masking | None:
 
 
 def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, setup: _Setup) -> Any:
-    """None; for encoders the blocks to fill in; else a function that measures perplexity by length."""
+    """None, or a function that measures: perplexity by length, or for encoders the loss of filling in masked words."""
     if not ours.eval_text:
         return None
     if ours.objective == "mlm":
         blocks, _ = make_blocks(ours.eval_text, setup.tokenizer, setup.block_length, packing="cut", encoder=True)
-        return TrainingBlocks(blocks, Preparation(training.seed, "cut", masking=_masking(ours, setup)))
+        samples = TrainingBlocks(blocks, Preparation(training.seed, "cut", masking=_masking(ours, setup)))
+        return _fill_in(samples, Collator(_pad_id(setup.tokenizer), "cut"), training.per_device_eval_batch_size)
     lengths = sorted(set(ours.eval_lengths or [min(setup.block_length, setup.trained_length), setup.context_length]))
+    check_length(setup.model, "eval_lengths", lengths[-1])
     documents = tokenize_documents(
         load_documents(ours.eval_text, text_field=ours.text_field),
         setup.tokenizer,
@@ -363,6 +371,31 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
             found[f"perplexity_{length}"] = result.perplexity
             loss = result.mean_nll
         return {"loss": loss, **found}
+
+    return measure
+
+
+def _fill_in(samples: TrainingBlocks, collate: Collator, batch_size: int) -> Callable[..., dict[str, float]]:
+    """A function that measures the mean loss over all masked words: the same however they are batched or shared out."""
+
+    def measure(model: nn.Module, distributed: bool | None, longest: int | None) -> dict[str, float]:
+        from hf_posenc.evaluation.processes import Processes
+
+        processes = Processes.find(distributed)
+        device = next(model.parameters()).device
+        sums = torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(samples), batch_size):
+            if not processes.mine(start // batch_size):
+                continue
+            batch = collate([samples[i] for i in range(start, min(start + batch_size, len(samples)))])
+            batch = {name: value.to(device) for name, value in batch.items() if name != "sample_ids"}
+            labels = batch.pop("labels")
+            with torch.no_grad():
+                logits = model(**batch).logits[labels != -100]
+            loss = nn.functional.cross_entropy(logits.float(), labels[labels != -100], reduction="sum")
+            sums += torch.tensor([float(loss), len(logits)], dtype=torch.float64)
+        total, count = processes.sum(sums, device).tolist()
+        return {"loss": total / max(count, 1)}
 
     return measure
 
@@ -398,9 +431,9 @@ class _Whole(nn.Module):
         self.config = getattr(model, "config", None)
         self.device = next(model.parameters()).device
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
+    def forward(self, input_ids: torch.Tensor, **more: torch.Tensor) -> Any:
         """[batch, length] to the model's answer."""
-        return self.model(input_ids=input_ids, use_cache=False)
+        return self.model(input_ids=input_ids, **more)
 
 
 def _pad_id(tokenizer: Any) -> int:
@@ -506,6 +539,8 @@ def _save(
     trainer.accelerator.wait_for_everyone()
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if setup.use_cache is not None:
+        setup.model.config.use_cache = setup.use_cache
     trainer.save_model(str(temporary / "adapter" if ours.lora else temporary), _internal_call=True)
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
