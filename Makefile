@@ -48,11 +48,11 @@ demo: $(VENV)/.weights
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not real and not full and not gpu" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.weights
-	$(PYTEST) -m "slow and not full and not gpu" $(PYTEST_ARGS)
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m "slow and not real and not full and not gpu" $(PYTEST_ARGS)
 
 test-real: $(VENV)/.weights
-	$(PYTEST) -m "real and not slow and not full and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "real and not full and not gpu" $(PYTEST_ARGS)
 
 # The oldest transformers that is supported, in an environment of its own.
 .venv-oldest/.installed: pyproject.toml constraints.txt

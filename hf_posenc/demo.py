@@ -24,7 +24,7 @@ from typing import Any
 
 CONTEXT = 16384
 """Tokens that the model shall take: twice what it was trained with."""
-LENGTHS = (2048, 4096, 8192, 12288, CONTEXT)
+LENGTHS = (1024, 2048, 4096, 8192, 12288, CONTEXT)
 """Context lengths in the table, in tokens."""
 ENCODINGS = ("native", "linear", "ntk", "yarn")
 """Measured without training, each in one pass."""
@@ -76,21 +76,22 @@ def run(output: Path, *, fresh: bool = False, model: str | None = None) -> None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     assert device is not None
     parts = 4 + len(ENCODINGS)
-    print(f"hf_posenc demo: {Path(source).name} to {CONTEXT:,} tokens on {device} ({torch.get_num_threads()} threads)")
+    print(f"hf_posenc demo: {_name(source)} to {CONTEXT:,} tokens on {device} ({torch.get_num_threads()} threads)")
 
     with _part(1, parts, "text: pydoc_data.topics to measure; the rest of it and sources to train"):
         evaluation_text, _ = write_texts(output)
     dtype = settings.setdefault("dtype", _faster_dtype(device))
     with _part(2, parts, f"model: read in {dtype}, and looked at (hf-posenc inspect)"):
-        folder = output / "model"
+        folder = output / _name(source)
         _prepare_model(source, folder, dtype)
         _write_settings(output, settings)
         print(_indented(inspected(folder)))
 
+    title = f"{_name(source)} past its trained length"
     options: dict[str, Any] = {
         "max_tokens": CONTEXT,
         "device": str(device),
-        "title": f"{Path(source).stem} past its trained length",
+        "title": title,
         "command": ["hf-posenc", "demo"],
         "progress": sys.stderr.isatty() or None,
     }
@@ -104,8 +105,8 @@ def run(output: Path, *, fresh: bool = False, model: str | None = None) -> None:
             )
             print(_indented(_row(zero_shot["encodings"][-1])))
     number = 3 + len(ENCODINGS)
-    title = f"{TUNED}: LoRA and position skipping, {STEPS} samples of {BLOCK:,} tokens (hf-posenc finetune)"
-    with _part(number, parts, title):
+    method = f"LoRA and position skipping, {STEPS} samples of {BLOCK:,} tokens"
+    with _part(number, parts, f"{TUNED}: {method} (hf-posenc finetune)"):
         finetune(folder, output / "train", output / "tuned", on_cpu=device.type == "cpu", bf16=dtype == "bfloat16")
     with _part(number + 1, parts, f"{TUNED}, fine-tuned: perplexity again"):
         tuned = evaluate(
@@ -116,7 +117,10 @@ def run(output: Path, *, fresh: bool = False, model: str | None = None) -> None:
 
     from hf_posenc.comparison import combined
 
-    results = combined([("", zero_shot), ("", tuned)], title=f"{Path(source).stem} past its trained length")
+    results = combined([("", zero_shot), ("", tuned)], title)
+    for entry in results["encodings"]:  # below 1,024 tokens one document is only noise
+        entry["rows"] = [row for row in entry["rows"] if row["length"] in LENGTHS]
+    results["settings"]["reported"] = list(LENGTHS)
     write_report(results, output)
     print(f"\n{table(results)}\n")
     print(
@@ -152,7 +156,7 @@ def write_texts(output: Path) -> tuple[Path, Path]:
 
     everything = "\n\n".join(topics[name] for name in sorted(topics))
     measured = everything[:EVALUATION_CHARACTERS]
-    evaluation_text, train = output / "topics.txt", output / "train"
+    evaluation_text, train = output / "python-topics.txt", output / "train"
     write_whole(evaluation_text, measured)
     seen = _paragraphs(measured)
     for name in sorted(topics):  # topics quote each other, so paragraphs are compared, not names
@@ -247,6 +251,11 @@ def publish(output: Path, root: Path) -> None:
 # ---------------------------------------------------------------------- the folder and the terminal
 
 
+def _name(source: str) -> str:
+    """The model's name without what stands before and after it in a path."""
+    return Path(source).name.partition(".")[0] or "model"
+
+
 def _check_packages() -> None:
     missing = [
         n for n in ("datasets", "gguf", "matplotlib", "peft", "accelerate") if importlib.util.find_spec(n) is None
@@ -272,7 +281,7 @@ def _open_folder(output: Path, settings: dict[str, Any], fresh: bool) -> dict[st
             known = json.loads(marker.read_text(encoding="utf-8"))
     wanted = settings | {"tuned": [TUNED, STEPS, BLOCK, RATE, CONTEXT]}
     if fresh or any(known.get(name) != value for name, value in wanted.items()):
-        for name in ("model", "tuned", "zero-shot", "fine-tuned", "train"):
+        for name in (_name(settings["source"]), "tuned", "zero-shot", "fine-tuned", "train"):
             shutil.rmtree(output / name, ignore_errors=True)
         known = {}
     known |= wanted
