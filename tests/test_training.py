@@ -171,6 +171,25 @@ def _watched(original: Callable[..., Any], largest: list[int]) -> Callable[..., 
     return forward
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sliced_loss_under_autocast(tmp_path: Path, name: str) -> None:
+    """The cast of the output weights is shared by all slices; each must still reach the float32 weights."""
+    batch = {"input_ids": tokens(20, batch=3), "labels": tokens(20, batch=3, seed=1)}
+    models = []
+    for sliced in (False, True):
+        model = tiny(name)
+        trainer = _trainer(model, tmp_path, slice_length=7, bf16=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = trainer.compute_loss(model, batch) if sliced else model(**batch).loss
+        loss.backward()
+        models.append((model, float(loss.detach())))
+    assert trainer._sliced
+    assert models[1][1] == pytest.approx(models[0][1], rel=1e-3)
+    for (path, ours), theirs in zip(models[1][0].named_parameters(), models[0][0].parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, path
+        assert float((ours.grad - theirs.grad).norm() / theirs.grad.norm()) < 0.05, path
+
+
 def test_logits_that_are_changed_afterwards_fall_back_to_the_models_own_loss(tmp_path: Path) -> None:
     """Gemma 2 caps its logits behind the output layer: the sliced loss would be another one."""
     from transformers import Gemma2Config, Gemma2ForCausalLM

@@ -134,9 +134,6 @@ def make_parser() -> HfArgumentParser:
     """The parser, with this project's defaults where they are not transformers'."""
     import torch
 
-    class Training(TrainingArguments):
-        _argument_group_name = "training (transformers.TrainingArguments)"
-
     parser = HfArgumentParser(
         (FinetuneArguments, TrainingArguments),  # type: ignore[arg-type]
         prog="finetune",
@@ -144,6 +141,8 @@ def make_parser() -> HfArgumentParser:
         description="Give a pretrained model a longer context or another position encoding.",
         allow_abbrev=False,
     )
+    parser._optionals.title = "training (transformers.TrainingArguments)"
+    parser._action_groups.insert(0, parser._action_groups.pop())  # ours come first in --help
     on_cuda = torch.cuda.is_available()
     parser.set_defaults(
         # Long samples fill a device one by one.
