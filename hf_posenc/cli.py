@@ -174,13 +174,13 @@ def main(traceback: bool) -> None:
           --text book.txt --lengths 2048,8192,16384 --output report
       hf-posenc finetune --model ./model --encoding yarn --context_length 16384 \\
           --train_text book.txt --output_dir tuned --max_steps 100
-      hf-posenc evaluate tuned --encoding native --text book.txt --lengths 2048,8192,16384 --output report-tuned
+      hf-posenc evaluate tuned --encoding saved --text book.txt --lengths 2048,8192,16384 --output report-tuned
 
     `hf-posenc COMMAND --help` shows examples of each.
     """
 
 
-@main.command("list")
+@main.command("list", short_help="What there is: encodings, architectures.")
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def list_(name: str | None, as_json: bool) -> None:
@@ -214,7 +214,7 @@ def list_(name: str | None, as_json: bool) -> None:
     click.echo(f"\nArchitectures\n  {', '.join(sorted(architectures()))}")
 
 
-@main.command()
+@main.command(short_help="Where position enters a model.")
 @click.argument("model")
 @encoding_option(required=False, help="Show what this encoding would make of the model (nothing is written).")
 @context_option
@@ -239,7 +239,7 @@ def inspect(
     click.echo(str(hf_posenc.describe(loaded)))
 
 
-@main.command()
+@main.command(short_help="Another encoding, saved.")
 @click.argument("model")
 @encoding_option()
 @context_option
@@ -275,7 +275,7 @@ def patch(
     click.echo(f"{hf_posenc.encoding_of(loaded)} -> {output}")
 
 
-@main.command()
+@main.command(short_help="Prove that it is in force.")
 @click.argument("model")
 @encoding_option(required=False, help="Patch with this encoding first. Default: what MODEL was saved with.")
 @context_option
@@ -364,7 +364,7 @@ EVALUATION = [
 ]
 
 
-@main.command()
+@main.command(short_help="Perplexity by context length.")
 @click.argument("model")
 @options(EVALUATION)
 def evaluate(
@@ -379,7 +379,7 @@ def evaluate(
     Examples:
       hf-posenc evaluate ./model --encoding native --encoding yarn:factor=2 --encoding linear:factor=2 \\
           --text book.txt --lengths 2048,8192,16384 --output report
-      hf-posenc evaluate tuned --text book.txt --lengths 16384 --passkey-trials 5 --output report-tuned
+      hf-posenc evaluate tuned --encoding saved --text book.txt --lengths 16384 --passkey-trials 5 --output report-tuned
     """
     from hf_posenc.evaluation import evaluate as run
     from hf_posenc.evaluation.report import summary
@@ -389,7 +389,7 @@ def evaluate(
     click.echo(f"\nPicture: {output / 'perplexity.png'}\nReport:  {output / 'report.html'}")
 
 
-@main.command()
+@main.command(short_help="Which encoding for a length?")
 @click.argument("model")
 @click.option(
     "--context-length", required=True, type=click.IntRange(min=4), metavar="N", help="Tokens the model should take."
@@ -439,7 +439,7 @@ def suggest(
     click.echo(f"Next: hf-posenc patch {model} --encoding {found[0].encoding} --output DIR")
 
 
-@main.command()
+@main.command(short_help="Several models in one table.")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
 @options(EVALUATION)
 def compare(
@@ -464,7 +464,11 @@ def compare(
     click.echo(f"\nPicture: {output / 'perplexity.png'}\nReport:  {output / 'report.html'}")
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@main.command(
+    short_help="Adapt to a longer context.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def finetune(arguments: tuple[str, ...]) -> None:
     """Fine-tune a model for a longer context (the same as scripts/finetune.py).
@@ -476,7 +480,7 @@ def finetune(arguments: tuple[str, ...]) -> None:
     run(list(arguments))
 
 
-@main.command()
+@main.command(short_help="LoRA adapter into its base.")
 @click.argument("adapter")
 @output_option
 @click.option("--base", metavar="MODEL", help="Where the base model is now. Default: where the adapter says.")
@@ -494,7 +498,7 @@ def merge(adapter: str, output: Path, base: str | None, dtype: str | None) -> No
     click.echo(f"{adapter} -> {output}")
 
 
-@main.command()
+@main.command(short_help="All of it on a real model.")
 @click.option(
     "--output",
     default=Path("demo-output"),
