@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.data import (
     Collator,
+    Curriculum,
     Document,
     Masking,
     Preparation,
@@ -321,6 +322,19 @@ def test_samples_come_from_seed_epoch_and_number_alone(write: Callable[[str, str
     assert len({tuple(positions) for positions in forward}) > 1
     second.set_epoch(1)
     assert [second[i]["position_ids"].tolist() for i in range(6)] != forward
+
+
+def test_a_curriculum_reaches_further_with_every_step() -> None:
+    rule = Preparation(seed=1, packing="cut", skipping="pose", target_length=1000, chunks=2)
+    curriculum = Curriculum(rule, start_length=100, steps=9)
+    assert [curriculum.reach(step) for step in (0, 3, 9, 50)] == [100, 400, 1000, 1000]
+    numbers, mask = torch.arange(200), torch.ones(200, 12, dtype=torch.long)
+    mask[:, 10:] = 0
+    for step in (0, 3, 9):
+        positions = curriculum.positions(numbers, mask, step)
+        assert 0.9 * curriculum.reach(step) < int(positions.max()) < curriculum.reach(step)
+        assert positions[:, 10:].tolist() == [[0, 1]] * 200
+        assert torch.equal(positions[7:9], curriculum.positions(numbers[7:9], mask[7:9], step))
 
 
 def test_masked_words() -> None:

@@ -372,6 +372,13 @@ def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
     [
         ("llama", ["--encoding", "yarn", "--context_length", "64"]),
         ("llama", ["--encoding", "ntk", "--context_length", "64", "--pose_chunks", "2", "--block_length", "16"]),
+        (
+            "llama",
+            [
+                *["--encoding", "ntk", "--context_length", "64", "--pose_chunks", "2", "--block_length", "16"],
+                *["--length_curriculum", "3"],
+            ],
+        ),
         ("gpt2", ["--encoding", "t5", "--context_length", "64"]),
         ("gpt2", ["--encoding", "alibi", "--lora", "true"]),
         ("gpt2", ["--encoding", "learned:scale=1.5", "--context_length", "64", "--lora", "true"]),
@@ -621,6 +628,7 @@ BASE = ["--model", "m", "--train_text", "t", "--output_dir", "o"]
         ([*BASE, "--pose_chunks", "2"], "needs --context_length"),
         ([*BASE, "--pose_chunks", "2", "--context_length", "64", "--block_length", "64"], "skips nothing"),
         ([*BASE, "--pose_chunks", "2", "--context_length", "64", "--packing", "pack"], "one document in a sample"),
+        ([*BASE, "--length_curriculum", "4"], "needs --position_skipping"),
         ([*BASE, "--overlap", "4"], "--overlap goes with --packing cut"),
         ([*BASE, "--native_weight_schedule", "linear:5"], "needs --encoding"),
         ([*BASE, "--encoding", "rope", "--native_weight_schedule", "linear:5", "--max_steps", "3"], "ends at step 5"),

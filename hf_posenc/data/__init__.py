@@ -3,6 +3,7 @@
 from hf_posenc.data.blocks import Block, Document, cut_blocks, pack_blocks
 from hf_posenc.data.dataset import (
     Collator,
+    Curriculum,
     DataReport,
     Masking,
     Preparation,
@@ -18,6 +19,7 @@ from hf_posenc.data.tokens import special_tokens, tokenize_chat, tokenize_docume
 __all__ = [
     "Block",
     "Collator",
+    "Curriculum",
     "DataReport",
     "Document",
     "Masking",

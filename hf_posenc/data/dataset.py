@@ -74,11 +74,44 @@ class Preparation:
         length = len(input_ids)
         if self.packing == "pack":
             sample["position_ids"] = packed_positions(block["starts"], length)
-        elif self.target_length is not None and self.skipping == "pose":
-            sample["position_ids"] = skip_positions(length, self.target_length, min(self.chunks, length), rng)
-        elif self.target_length is not None and self.skipping == "random":
-            sample["position_ids"] = random_positions(length, self.target_length, rng)
+        elif self.target_length is not None and self.skipping != "none":
+            sample["position_ids"] = self.skip(length, self.target_length, rng)
         return {**sample, "input_ids": input_ids, "labels": labels}
+
+    def skip(self, length: int, target_length: int, rng: numpy.random.Generator) -> torch.Tensor:
+        """Positions [length] below `target_length`, skipped as this says."""
+        if self.skipping == "random":
+            return random_positions(length, target_length, rng)
+        return skip_positions(length, target_length, min(self.chunks, length), rng)
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Skipped positions whose reach grows with the steps: from the trained length to the whole context length.
+
+    A function of (seed, step, sample), so that a resumed run draws the same.
+    """
+
+    preparation: Preparation
+    start_length: int
+    """Positions covered at step 0."""
+    steps: int
+    """Steps until all of `preparation.target_length` is covered."""
+
+    def reach(self, step: int) -> int:
+        """Positions covered at a step."""
+        target = self.preparation.target_length
+        assert target is not None
+        return self.start_length + round((target - self.start_length) * min(step / self.steps, 1.0))
+
+    def positions(self, sample_ids: torch.Tensor, attention_mask: torch.Tensor, step: int) -> torch.Tensor:
+        """Position ids [batch, length] for a batch of samples, padding as in `Collator`."""
+        rows = []
+        for number, length in zip(sample_ids.tolist(), attention_mask.sum(-1).tolist(), strict=True):
+            rng = numpy.random.default_rng([self.preparation.seed, step, number])
+            skipped = self.preparation.skip(length, max(self.reach(step), length), rng)
+            rows.append(_pad_positions(skipped, attention_mask.shape[1]))
+        return torch.stack(rows).to(attention_mask.device)
 
 
 def packed_positions(starts: Sequence[int], length: int) -> torch.Tensor:

@@ -73,6 +73,9 @@ class FinetuneArguments:
     pose_chunks: int | None = _help(
         "Pieces of a sample under pose, 2 in the paper. Giving it means --position_skipping pose."
     )
+    length_curriculum: int | None = _help(
+        "With skipped positions: reach from the trained length to the context length step by step, over so many steps."
+    )
     native_weight_schedule: str | None = _help(
         "Fade from the native encoding to the new one: linear:1000 over the first 1000 steps, "
         "cosine:200-1000 between two."
@@ -185,6 +188,8 @@ def check(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Finetun
                 f"--position_skipping with --block_length {ours.block_length} skips nothing: it must be below "
                 f"--context_length {ours.context_length}."
             )
+    elif ours.length_curriculum is not None:
+        raise ValueError("--length_curriculum needs --position_skipping: it is the skipped distances that grow.")
     if ours.objective == "mlm" and ours.packing == "pack":
         raise ValueError("--objective mlm needs --packing cut: an encoder does not tell packed documents apart.")
     if ours.packing == "auto":
@@ -231,7 +236,14 @@ def checkpoints_layers(training: TrainingArguments) -> bool:
 
 def _check_numbers(ours: FinetuneArguments) -> None:
     lows = {"block_length": 2, "context_length": 2, "overlap": 0, "min_document_tokens": 1, "eval_tokens": 2}
-    lows |= {"pose_chunks": 1, "lora_r": 1, "lora_alpha": 1, "loss_slice": 1, "data_processes": 1}
+    lows |= {
+        "pose_chunks": 1,
+        "lora_r": 1,
+        "lora_alpha": 1,
+        "loss_slice": 1,
+        "length_curriculum": 1,
+        "data_processes": 1,
+    }
     for name, low in lows.items():
         value = getattr(ours, name)
         if value is not None and value < low:

@@ -16,7 +16,16 @@ import torch
 from torch import nn
 from transformers import TrainingArguments, set_seed
 
-from hf_posenc.data import Collator, DataReport, Masking, Preparation, TrainingBlocks, make_blocks, tokenize_documents
+from hf_posenc.data import (
+    Collator,
+    Curriculum,
+    DataReport,
+    Masking,
+    Preparation,
+    TrainingBlocks,
+    make_blocks,
+    tokenize_documents,
+)
 from hf_posenc.data.documents import load_documents
 from hf_posenc.evaluation.limits import check_length
 from hf_posenc.training import estimate
@@ -141,6 +150,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         slice_length=ours.loss_slice,
         document_names=train.documents if isinstance(train, TrainingBlocks) else None,
         encoding_record=setup.encoding_record,
+        curriculum=_curriculum(ours, training, setup),
     )
     if measured is not None:
         limit = setup.trained_length if fading is not None and _has_table(setup.model) else None
@@ -312,17 +322,29 @@ def _prepare_data(ours: FinetuneArguments, training: TrainingArguments, setup: _
         num_proc=ours.data_processes,
         seed=seed,
     )
-    preparation = Preparation(
-        seed=seed,
+    preparation = _preparation(ours, training, setup)
+    if report is None:
+        return blocks.map(preparation, with_indices=True, remove_columns=["starts", "documents"]), None
+    return TrainingBlocks(blocks, preparation), report
+
+
+def _preparation(ours: FinetuneArguments, training: TrainingArguments, setup: _Setup) -> Preparation:
+    assert ours.packing != "auto"
+    return Preparation(
+        seed=training.data_seed if training.data_seed is not None else training.seed,
         packing=ours.packing,
         skipping=ours.position_skipping,
         target_length=setup.context_length if ours.position_skipping != "none" else None,
         chunks=ours.pose_chunks or 2,
         masking=_masking(ours, setup),
     )
-    if report is None:
-        return blocks.map(preparation, with_indices=True, remove_columns=["starts", "documents"]), None
-    return TrainingBlocks(blocks, preparation), report
+
+
+def _curriculum(ours: FinetuneArguments, training: TrainingArguments, setup: _Setup) -> Curriculum | None:
+    if ours.length_curriculum is None:
+        return None
+    start = min(setup.trained_length, setup.context_length)
+    return Curriculum(_preparation(ours, training, setup), start, ours.length_curriculum)
 
 
 def _masking(ours: FinetuneArguments, setup: _Setup) -> Masking | None:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_posenc.data.dataset import Curriculum
 from hf_posenc.training.files import ENCODING_RECORD, write_whole
 from hf_posenc.training.loss import loss_instead_of_logits, output_layer, shift
 
@@ -35,6 +36,7 @@ class LongContextTrainer(Trainer):
         slice_length: tokens whose logits exist at the same time.
         document_names: ids of the documents in a sample, by its number (for the report of a loss that is not finite).
         encoding_record: the encoding as data, written beside every adapter so that it can be merged later.
+        curriculum: positions of training samples that reach further with every step.
         measure: what `evaluate` calls instead of the evaluation loop; takes the model, gives metrics by name.
     """
 
@@ -45,6 +47,7 @@ class LongContextTrainer(Trainer):
         document_names: Callable[[int], list[str]] | None = None,
         measure: Callable[[nn.Module], dict[str, float]] | None = None,
         encoding_record: dict[str, Any] | None = None,
+        curriculum: Curriculum | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -52,6 +55,7 @@ class LongContextTrainer(Trainer):
         self.document_names = document_names
         self.measure = measure
         self.encoding_record = encoding_record
+        self.curriculum = curriculum
         found = output_layer(self.accelerator.unwrap_model(self.model))
         if (
             found is not None
@@ -74,6 +78,9 @@ class LongContextTrainer(Trainer):
         samples = inputs.pop("sample_ids", None)
         if model.training and samples is not None:
             self._sample_ids += samples.reshape(-1).tolist()
+            if self.curriculum is not None:
+                step = self.state.global_step
+                inputs["position_ids"] = self.curriculum.positions(samples, inputs["attention_mask"], step)
         if "position_ids" in inputs and "attention_mask" not in inputs:
             inputs["use_cache"] = False  # transformers tells packed documents apart only where there is no cache
         plain = self.accelerator.unwrap_model(self.model)
