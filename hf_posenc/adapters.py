@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -90,3 +91,16 @@ def patch_as_trained(model: M, adapter: str | Path) -> M:
         if record["keep_native"]:
             set_native_weight(model, record["native_weight"])
     return model
+
+
+def load_adapter(model: nn.Module, adapter: str | Path) -> PeftModel:
+    """Patch a base model as an adapter was trained, and put the adapter on it.
+
+    Raises:
+        ValueError: see `patch_as_trained`.
+    """
+    patch_as_trained(model, adapter)
+    with warnings.catch_warnings():
+        # The entry that PEFT does not know has just been read.
+        warnings.filterwarnings("ignore", message=r"Unexpected keyword arguments \['hf_posenc'\]")
+        return PeftModel.from_pretrained(model, str(adapter))  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def _find(source: str | Path) -> tuple[str, Path | None]:
 
 def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> tuple[Any, Any]:
     try:
-        from peft import PeftModel
+        from hf_posenc.adapters import load_adapter
     except ImportError as error:
         raise ValueError(f"{str(path)!r} is a PEFT adapter; install peft to load it.") from error
     import transformers
@@ -104,12 +104,7 @@ def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> tuple[A
     if not base:
         raise ValueError(f"{path / 'adapter_config.json'} names no base model (base_model_name_or_path).")
     model, tokenizer = load_model(base, dtype, device_map, task=task)
-    record = path / "hf_posenc.json"
-    if record.is_file():  # the encoding that the adapter was trained under
-        from hf_posenc.patch import patch
-
-        patch(model, json.loads(record.read_text(encoding="utf-8")))
-    model = PeftModel.from_pretrained(model, str(path))
+    model = load_adapter(model, path)
     if (path / "tokenizer_config.json").is_file():
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(path))
     return model, tokenizer

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_reports import letters, prose
 
+from hf_posenc.adapters import lora_config
 from hf_posenc.evaluation import suggest
 from hf_posenc.models import fingerprint, load_model, load_tokenizer
 from hf_posenc.patch import encoding_of, patch
@@ -50,11 +51,9 @@ def test_an_adapter_with_the_encoding_it_was_trained_under(folder: Path, tmp_pat
     peft = pytest.importorskip("peft")
     base, _ = load_model(folder)
     patch(base, "linear:factor=2")
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = lora_config(base, target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(base, config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    record = {"name": "linear", "factor": 2}
-    (tmp_path / "adapter" / "hf_posenc.json").write_text(json.dumps(record))
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder)
     loaded, tokenizer = load_model(tmp_path / "adapter")

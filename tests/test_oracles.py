@@ -643,10 +643,9 @@ def test_alibi_columns_take_any_slopes() -> None:
     assert ALiBi(slopes=(1000.0, 1.0, 1.0, 1.0)).columns(positions, positions, shape(), torch.float16) is None
 
 
-def test_columns_are_only_for_causal_alibi_and_float32_sandwich() -> None:
+def test_columns_are_only_for_alibi_and_float32_sandwich() -> None:
     positions = torch.arange(8)[None]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert ALiBi().columns(positions, positions, shape(causal=False), dtype) is None
         for encoding in (T5Bias(), Kerple(), Fire()):
             assert encoding.columns(positions, positions, shape(), dtype) is None
     assert Sandwich().columns(positions, positions, shape(), torch.bfloat16) is None

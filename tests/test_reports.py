@@ -170,14 +170,14 @@ def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, mon
 
 
 def test_a_given_model_is_left_as_it_was(text: Path) -> None:
-    import hf_posenc.patch as core
+    import hf_posenc
 
     model = tiny_llama(max_position_embeddings=256)
     ids = torch.arange(3, 60)[None]
     before = model(ids).logits
     evaluate(model, ["native", "alibi"], text, [256], tokenizer=letters(), progress=False)
     assert torch.equal(model(ids).logits, before)
-    core.patch(model, "yarn:factor=2")
+    hf_posenc.patch(model, "yarn:factor=2")
     before = model(ids).logits
     results = evaluate(model, ["saved", "native"], text, [256], tokenizer=letters(), progress=False)
     assert torch.equal(model(ids).logits, before)
