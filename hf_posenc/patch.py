@@ -74,7 +74,9 @@ def patch(
     native = earlier.native if earlier else checkpoint.native_encoding(base.config, architecture)
     if context_length is not None:
         if not isinstance(context_length, int) or isinstance(context_length, bool) or context_length < 1:
-            raise EncodingError(f"context_length={context_length!r} is not allowed; it must be a whole number of tokens above 0.")
+            raise EncodingError(
+                f"context_length={context_length!r} is not allowed; it must be a whole number of tokens above 0."
+            )
         asked = asked.for_length(context_length, shape)
     plan = _make_plan(base, architecture, shape, native, asked, keep_native)
     if asked.site == "score":
@@ -99,7 +101,7 @@ def patch(
 
 
 def unpatch(model: M) -> M:
-    """Take a patch back, bit-exactly: weights, buffers, config, outputs, state-dict keys. Does nothing where there is none.
+    """Take a patch back, bit-exactly: weights, buffers, config, outputs, state-dict keys. Without one, do nothing.
 
     Raises:
         PatchError: the model was wrapped (FSDP) since it was patched; unwrap it first.
@@ -119,7 +121,7 @@ def encoding_of(model: nn.Module) -> Encoding:
 
 
 def position_parameters(model: nn.Module) -> list[str]:
-    """Names, as in `model.named_parameters()`, of the trainable weights that the patch brought. Empty where there are none."""
+    """Names, as in `model.named_parameters()`, of the trainable weights that the patch brought; maybe none."""
     _, base = transformers_model(model)
     inside = {id(p) for p in getattr(base, CALL).parameters() if p.requires_grad} if _plan_of(base) else set()
     table = _table_brought(base)
@@ -165,7 +167,9 @@ def set_native_weight(model: M, weight: float) -> M:
     _, base = transformers_model(model)
     plan = _plan_of(base)
     if plan is None or not plan.keep_native:
-        raise PatchError("set_native_weight needs a model patched with keep_native=True: there is no native encoding to fade.")
+        raise PatchError(
+            "set_native_weight needs a model patched with keep_native=True: there is no native encoding to fade."
+        )
     if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0.0 <= weight <= 1.0:
         raise ValueError(f"weight={weight!r} is not allowed; it must be a number from 0 to 1.")
     getattr(base, CALL).native_weight = float(weight)
@@ -219,7 +223,9 @@ def _modules_at(base: nn.Module, path: str) -> Iterator[nn.Module]:
 def _shape_of(base: PreTrainedModel, architecture: Architecture) -> ModelShape:
     config: Any = base.config
     heads = config.num_attention_heads
-    causal = architecture.causal if isinstance(architecture.causal, bool) else bool(getattr(config, architecture.causal))
+    causal = architecture.causal
+    if isinstance(causal, str):
+        causal = bool(getattr(config, causal))
     return ModelShape(
         hidden=config.hidden_size,
         heads=heads,
@@ -233,7 +239,7 @@ def _shape_of(base: PreTrainedModel, architecture: Architecture) -> ModelShape:
 
 
 def _place(base: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
-    """Where and in which dtype new weights belong: beside the token embeddings, or where those are brought to be used."""
+    """Where and in which dtype new weights belong: beside the token embeddings, or where those are brought for use."""
     embeddings: Any = base.get_input_embeddings()
     device = embeddings.weight.device
     if _is_offloaded(embeddings):
@@ -298,7 +304,9 @@ def _make_plan(
     )
     if keep_native and architecture.rotary is not None:
         if native.length_dependent:
-            raise EncodingError(f"keep_native=True cannot fade {native.name!r}, which depends on the length. Patch without it.")
+            raise EncodingError(
+                f"keep_native=True cannot fade {native.name!r}, which depends on the length. Patch without it."
+            )
         if plan.rotates == "projections":
             raise EncodingError(
                 f"{asked}: keep_native=True needs the pairing of the model's own rotation. Leave interleaved=False and "
@@ -404,7 +412,7 @@ class Journal:
             PatchError: before anything is undone, where the model has been sharded.
         """
         if any(type(p).__name__ == "DTensor" for p in base.parameters()):
-            raise PatchError("The model's weights are sharded (FSDP). Unwrap or gather it before it is patched or unpatched.")
+            raise PatchError("The model's weights are sharded (FSDP). Gather them before it is patched or unpatched.")
         for entry in self.entries:
             now = base.get_submodule(entry.path) if isinstance(entry, Replaced) else None
             if isinstance(now, SilentTable) and _is_offloaded(now):
@@ -444,7 +452,7 @@ def _change(
     journal: Journal,
 ) -> None:
     plan = owner.plan
-    architecture, shape = plan.architecture, plan.shape
+    architecture = plan.architecture
     old = base.config
     new = _patched_config(old, plan, owner.native_weight)
     journal.entries.append(ReplacedConfig(old))
@@ -454,8 +462,8 @@ def _change(
         table = base.get_submodule(architecture.table)
         if _is_offloaded(table) and (plan.expressed or owner.native_weight):
             raise PatchError(
-                f"{plan.encoding}: the native table {architecture.table} is offloaded, and what takes its place would not be "
-                "brought in. Patch the model before it is offloaded."
+                f"{plan.encoding}: the native table {architecture.table} is offloaded, and what takes its place would not "
+                "be brought in. Patch the model before it is offloaded."
             )
         journal.entries.append(Replaced(architecture.table, table))
         if plan.expressed:
@@ -480,6 +488,9 @@ def _change(
     base.register_forward_hook(sites.remember, with_kwargs=True)
     for attention in _modules_at(base, architecture.attention):
         attention.register_forward_pre_hook(sites.receive, with_kwargs=True)
+        for name, _ in architecture.projections if plan.rotates == "projections" else ():
+            # `receive` does the same for projections that are wrapped later, but not inside a compiled graph.
+            attention.get_submodule(name).register_forward_hook(sites.turn)
 
     if plan.resolved.length_dependent and hasattr(top, "generate"):
         journal.entries.append(ChangedClass(type(top)))
@@ -613,7 +624,7 @@ def _asked_length(model: Any, inputs: Any, generation_config: Any, kwargs: dict[
 
 @functools.cache
 def loading_class(stock: type) -> type:
-    """`stock` whose new instances are patched as their config says: what the Auto classes build and load weights into."""
+    """`stock` whose new instances are patched as their config says: what the Auto classes load weights into."""
 
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         stock.__init__(self, config, *args, **kwargs)  # type: ignore[misc]

@@ -112,19 +112,18 @@ class RotaryTable(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Radians per token of each pair [head_dim / 2], under stock's name; of the shortest table where it depends on length."""
+        """Radians per token of each pair [head_dim / 2], under stock's name; those of a short sequence where it matters."""
         return self._frequencies(None)
 
     def _frequencies(self, lengths: Tensor | None) -> Tensor:
         if self._stock is not None:
             return self._stock[0]
-        with torch.device("cpu"):
-            if self._speaks:
-                frequencies = self.plan.resolved.frequencies(self.plan.rotary_dim, lengths)
-            else:
-                frequencies = torch.zeros(self.plan.shape.head_dim // 2, dtype=torch.float64)
-            if self.amount and self._native is not None:
-                frequencies = frequencies + self.amount * self._native.to(frequencies.device)
+        if self._speaks:
+            frequencies = self.plan.resolved.frequencies(self.plan.rotary_dim, lengths)
+        else:
+            frequencies = torch.zeros(self.plan.shape.head_dim // 2, dtype=torch.float64, device="cpu")
+        if self.amount and self._native is not None:
+            frequencies = frequencies + self.amount * self._native.to(frequencies.device)
         return frequencies
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +143,11 @@ def _angles(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotation(plan: Plan, positions: Tensor, lengths: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for projections that are rotated by hooks, [batch, length, rotary_dim], in the encoding's own pairing."""
+    """cos and sin for projections that hooks rotate, [batch, length, rotary_dim], in the encoding's own pairing."""
     encoding: Any = plan.resolved
     if not encoding.length_dependent:
         lengths = None
-    with torch.device("cpu"):
-        frequencies = encoding.frequencies(plan.rotary_dim, lengths)
-    angles = _angles(positions, frequencies)
+    angles = _angles(positions, encoding.frequencies(plan.rotary_dim, lengths))
     cos, sin = angles.cos() * encoding.amplitude(), angles.sin() * encoding.amplitude()
     if encoding.interleaved:
         return cos.to(dtype).repeat_interleave(2, dim=-1), sin.to(dtype).repeat_interleave(2, dim=-1)
@@ -164,7 +161,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     Args:
         x: [batch, length, heads, head_dim].
         cos, sin: [batch or 1, length, 1, rotary_dim].
-        interleaved: pairs are (0, 1), (2, 3) … as in RoFormer and GPT-J; otherwise the two halves, as in LLaMA and GPT-NeoX.
+        interleaved: pairs are (0, 1), (2, 3) … as in RoFormer and GPT-J; otherwise (i, i + half), as in LLaMA and NeoX.
     """
     turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     if interleaved:
@@ -212,7 +209,7 @@ def announce(
         queries = (torch.arange(length, device=device) + seen).unsqueeze(0)
     kwargs["position_ids"] = queries
     if plan.architecture.token_types and kwargs.get("token_type_ids") is None:
-        # Looked up by position in a buffer that is as long as the native table: say it, so that positions may go beyond.
+        # Looked up by position in a buffer as long as the native table: said here, positions may go beyond.
         kwargs["token_type_ids"] = torch.zeros(batch, length, dtype=torch.long, device=device)
 
     encoding, weights = plan.resolved, owner(queries)
