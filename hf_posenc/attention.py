@@ -3,6 +3,7 @@
 They are registered beside stock's under names of their own, so no other model notices. A bias reaches them as positions
 (`hf_posenc.positions.Call`), never as a tensor [heads, n, n]:
 
+- on a CPU a bias by distance alone is a view of one row of numbers for each head (`hf_posenc.by_distance`);
 - a bias that is an inner product (`Encoding.columns`) rides in the fused kernel as a few extra columns of q and k;
 - any other is made for one block of queries at a time;
 - a few query tokens (decoding) get their few rows of bias, which is cheaper than widening the whole key cache.
@@ -12,7 +13,8 @@ Shapes: query [batch, heads, queries, head_dim]; key, value [batch, key_heads, k
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from hf_posenc import by_distance
 from hf_posenc.positions import Call
 from hf_posenc.sites import HERE
 
@@ -48,8 +51,9 @@ def check_backend(implementation: str | None, what: str) -> None:
     """
     if stock_name(implementation) not in BACKENDS:
         raise ValueError(
-            f"attn_implementation={implementation!r} cannot apply the score bias of {what}: it would be dropped without a word. "
-            f"Use {' or '.join(repr(name) for name in BACKENDS)}, for example model.set_attn_implementation('sdpa')."
+            f"attn_implementation={implementation!r} cannot apply the score bias of {what}: it would be dropped "
+            f"without a word. Use {' or '.join(map(repr, BACKENDS))}, for example "
+            "model.set_attn_implementation('sdpa')."
         )
 
 
@@ -78,28 +82,22 @@ def biased_sdpa(
         key, value = key[:, :, :queries], value[:, :, :queries]
         key_positions, hidden = key_positions[:, :queries], None if hidden is None else hidden[:, :queries]
     encoding, shape = call.plan.resolved, call.plan.shape
-    repeats = query.shape[1] // key.shape[1]
     columns = None
-    if queries > FEW_QUERIES and (decodes or encoding.columns_hold == "everywhere" or attention_mask is None):
+    if attention_mask is None and dropout == 0.0 and _runs_along_diagonals(call, key_positions, hidden, query):
+        out = by_distance.attend(*_marked(query, key, value, hidden), _row(call, query), scaling, decodes)
+        return out[..., : shape.head_dim].transpose(1, 2).contiguous(), None
+    if queries > FEW_QUERIES and (decodes or encoding.columns_hold == "everywhere"):
         columns = encoding.columns(call.queries, key_positions, shape, query.dtype)
     if columns is None:
         out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
-    elif decodes or encoding.columns_hold == "everywhere":
-        query, key, value = _widened(query, key, value, columns, hidden, scaling)
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=1.0
-        )
-    elif dropout == 0.0 and query.device.type == "cpu" and repeats == 1:
-        # A bias by distance in either direction: what holds for keys in the past holds for the others with the signs of
-        # all positions changed.
-        past = _widened(query, key, value, columns, hidden, scaling)
-        columns = encoding.columns(-call.queries, -key_positions, shape, query.dtype)
-        assert columns is not None
-        out = _two_triangles(past, _widened(query, key, value, columns, hidden, scaling))
     else:
-        out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
+        out = scaled_dot_product_attention(
+            *_widened(query, key, value, columns, hidden, scaling),
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=1.0,
+        )
     return out[..., : shape.head_dim].transpose(1, 2).contiguous(), None
 
 
@@ -136,7 +134,7 @@ def biased_eager(
 
 
 HIDE = 32768.0
-"""Two columns of this size make a score of -2**30, which no key survives: a padded key is hidden without a mask."""
+"""Two columns of this size make a score of about -2**30: a padded key is hidden without a mask."""
 
 
 def _widened(
@@ -147,75 +145,100 @@ def _widened(
     hidden: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k with the bias as extra columns, and v as wide, as the fused kernels want.
+    """q and k with the bias as extra columns, and v as wide, as the fused kernels want; all with the heads of q.
 
     The columns stand first, so that their partial sums cancel before the content is added. q is scaled beforehand,
     because the kernel's own scale would have to be divided out of columns that are exact.
     """
-    batch = query.shape[0]
+    batch, heads = query.shape[:2]
+    key, value = _repeated(key, heads), _repeated(value, heads)
     left = columns[0].expand(batch, -1, -1, -1)
-    right = columns[1].expand(batch, key.shape[1], -1, -1)
+    right = columns[1].expand(batch, heads, -1, -1)
     parts_q, parts_k = [left, query * scaling], [right, key]
     if hidden is not None:
-        mark = (hidden.to(key.dtype) * -HIDE)[:, None, :, None].expand(-1, key.shape[1], -1, -1)
-        parts_q.append(pad(query.new_full((*query.shape[:3], 1), HIDE), (0, 7)))
-        parts_k.append(pad(mark, (0, 7)))
+        mark = _mark(query, hidden)
+        parts_q, parts_k = [*parts_q, mark[0]], [*parts_k, mark[1]]
     query, key = torch.cat(parts_q, dim=-1), torch.cat(parts_k, dim=-1)
     return query, key, pad(value, (0, query.shape[-1] - value.shape[-1]))
 
 
-Triple = tuple[Tensor, Tensor, Tensor]
+def _marked(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with the heads of q, widened only where keys are hidden."""
+    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    if hidden is None:
+        return query, key, value
+    mark = _mark(query, hidden)
+    return torch.cat([mark[0], query], dim=-1), torch.cat([mark[1], key], dim=-1), pad(value, (0, mark[0].shape[-1]))
 
 
-def _two_triangles(past: Triple, future: Triple) -> Tensor:
-    """Attention in both directions as two causal passes: keys up to the query, and keys after it, read backwards."""
-    query, key, value = future
-    after = (query[:, :, :-1].flip(2), key[:, :, 1:].flip(2), value[:, :, 1:].flip(2))
-    return _Triangles.apply(*past, *after)  # type: ignore[no-any-return]
+def _mark(query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of q and k that hide keys: [batch, heads, queries, 8], [batch, heads, keys, 8]."""
+    mark = (hidden.to(query.dtype) * -HIDE)[:, None, :, None].expand(-1, query.shape[1], -1, -1)
+    return pad(query.new_full((*query.shape[:3], 1), HIDE), (0, 7)), pad(mark, (0, 7))
 
 
-class _Triangles(torch.autograd.Function):
-    """Two causal passes of the fused kernel, merged by their log-sum-exp.
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values for every query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
-    The kernel's backward needs only the merged result and the merged log-sum-exp, so each pass gets its exact share of the
-    gradient (as in Liu et al. 2023, "Ring Attention", arXiv 2310.01889).
+
+# ---------------------------------------------------------------------- as one row of numbers
+
+
+def _runs_along_diagonals(call: Call, keys: Tensor, hidden: Tensor | None, query: Tensor) -> bool:
+    """Whether the bias is the same along every diagonal: it depends on the distance, and positions go up by one.
+
+    Where a mask numbers them, they do so between the first and the last real token of a row, and what the others see
+    does not matter. Looked at once for all layers; on the CPU, where looking costs nothing.
     """
+    length = query.shape[2]
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if not getattr(call.plan.resolved, "by_distance", False) or length <= FEW_QUERIES or keys.shape[1] != length:
+        return False
 
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        past, after = tensors[:3], tensors[3:]
-        out, total = _fused(*past)
-        more, extra = _fused(*after)
-        more, extra = more.flip(2), extra.flip(2)  # the last query has nothing after it
-        both = torch.logaddexp(total[:, :, :-1], extra)
-        share = (extra - both).exp().unsqueeze(-1)
-        out[:, :, :-1] = (out[:, :, :-1] * (1 - share) + more * share).to(out.dtype)
-        total = torch.cat([both, total[:, :, -1:]], dim=2)
-        ctx.save_for_backward(*tensors, out, total)
-        return out
+    def look() -> bool:
+        if call.queries.shape[1] != length:
+            return False
+        counted = torch.arange(length)
+        starts, others = keys - counted, call.queries - counted
+        if hidden is None:
+            return bool(((starts == starts[:, :1]) & (others == starts[:, :1])).all())
+        rows = (len(hidden), length)
+        first = (~hidden).int().argmax(1, keepdim=True)
+        start = starts.expand(rows).gather(1, first)
+        return bool((((starts == start) & (others == start)) | hidden).all())
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        *tensors, out, total = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        first = _fused_backward(grad, *tensors[:3], out, total)
-        last = (part[:, :, :-1].flip(2) for part in (grad, out, total))
-        grad, out, total = last
-        return (*first, *_fused_backward(grad, *tensors[3:], out, total))
+    return bool(_shared(call, ("in step", length), look))
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of the CPU kernel with its log-sum-exp [batch, heads, queries]."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=1.0)
+def _row(call: Call, query: Tensor) -> Tensor:
+    """The bias by distance, from length - 1 (keys of the past) down to 1 - length: [heads, 2 * length - 1]."""
+    length = query.shape[2]
+
+    def make() -> Tensor:
+        last, keys = torch.tensor([[length - 1]]), torch.arange(2 * length - 1)[None]
+        row = _bias(call, last, keys)[0, :, 0]
+        return row.to(torch.promote_types(query.dtype, row.dtype))
+
+    return _shared(call, ("row", length, query.dtype), make, fixed=not call.weights)
 
 
-def _fused_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    # The kernel keeps the log-sum-exp with heads innermost.
-    total = total.transpose(1, 2).contiguous().transpose(1, 2)
-    return backward(grad, query, key, value, out, total, 0.0, True, scale=1.0)
+T = TypeVar("T")
+
+
+def _shared(call: Call, name: Any, make: Callable[[], T], fixed: bool = True) -> T:
+    """What all layers of a call have in common, made by the first that asks.
+
+    Not where it has a gradient: layers that are recomputed in the backward pass must find nothing made before.
+    """
+    if torch.compiler.is_compiling() or not (fixed or not torch.is_grad_enabled()):
+        return make()
+    kept: dict[Any, Any] = call.__dict__.setdefault("_shared", {})
+    if name not in kept:
+        kept[name] = make()
+    found: T = kept[name]
+    return found
 
 
 # ---------------------------------------------------------------------- as a dense bias of a few queries
@@ -233,7 +256,7 @@ def _in_blocks(
     dropout: float,
     causal: bool,
 ) -> Tensor:
-    """A dense bias for one block of queries at a time: memory [heads, block, keys] instead of [heads, queries, keys]."""
+    """A dense bias for one block of queries at a time: memory [heads, block, keys], not [heads, queries, keys]."""
     batch, heads, queries, width = query.shape
     repeats = heads // key.shape[1]
     single = queries == 1 and repeats > 1  # heads of a group become the queries of their key head: no copy of the cache
@@ -284,13 +307,14 @@ def _keys_of(call: Call, key: Tensor) -> Tensor:
     if keys is None or keys.shape[1] != key.shape[2]:
         have = None if keys is None else keys.shape[1]
         raise RuntimeError(
-            f"Attention sees {key.shape[2]} keys, but the positions of {have} are known. This cache does not tell its size."
+            f"Attention sees {key.shape[2]} keys, but the positions of {have} are known. "
+            "This cache does not tell its size."
         )
     return keys
 
 
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores with a stock mask on top: boolean (True: seen), or additive, whose lowest number hides whatever the bias is."""
+    """Scores with a stock mask on top: boolean (True: seen), or additive, whose lowest number hides any bias."""
     mask = mask[..., : scores.shape[-1]]
     lowest = torch.finfo(scores.dtype).min
     if mask.dtype == torch.bool:

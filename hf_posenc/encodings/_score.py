@@ -15,6 +15,8 @@ class ScoreBias(Encoding):
     """An encoding that adds a bias to the scores."""
 
     site: ClassVar[Site] = "score"
+    by_distance: ClassVar[bool] = False
+    """True where the bias depends on query minus key position alone: one row of numbers for each head then says it."""
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:

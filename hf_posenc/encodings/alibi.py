@@ -25,6 +25,7 @@ class ALiBi(ScoreBias):
     """-slope * (query - key) in decoders, -slope * abs(query - key) in encoders."""
 
     name: ClassVar[str] = "alibi"
+    by_distance: ClassVar[bool] = True
 
     slopes: tuple[float, ...] | None = None
     """Loss of score per token of distance, one positive number for each head (default: the paper's, 2**(-8 h / heads);
@@ -69,7 +70,7 @@ class ALiBi(ScoreBias):
         keys of a query.
         """
         slopes = self.head_slopes(shape.heads)
-        if dtype not in _PARTS:
+        if dtype not in _PARTS or not shape.causal:  # of an absolute value there is no such form
             return None
         bits, slope_parts, position_parts, unit = _PARTS[dtype]
         if dtype == torch.float16 and max(slopes) * unit >= 2.0**15:  # would overflow

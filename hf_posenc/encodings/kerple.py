@@ -29,6 +29,7 @@ class Kerple(ScoreBias):
     """
 
     name: ClassVar[str] = "kerple"
+    by_distance: ClassVar[bool] = True
 
     variant: str = "log"
     """`log` or `power` (default: log, the one that the paper recommends)."""

@@ -26,6 +26,7 @@ class Sandwich(ScoreBias):
     """
 
     name: ClassVar[str] = "sandwich"
+    by_distance: ClassVar[bool] = True
     columns_hold: ClassVar[Literal["past", "everywhere"]] = "everywhere"
 
     dim: int = 128
@@ -42,9 +43,10 @@ class Sandwich(ScoreBias):
 
     def bias(self, query_positions: Tensor, key_positions: Tensor, weights: Weights, shape: ModelShape) -> Tensor:
         with torch.autocast(query_positions.device.type, enabled=False):
-            query, key = (self._waves(positions).float() for positions in (query_positions, key_positions))
-            score = (query @ key.transpose(-1, -2) - self.dim // 2).unsqueeze(1)
-            return score / self._ratios(shape.heads, score).float()
+            # In float64 until the constant is gone: what is left of 64 - 64 would be rounding. There are no heads yet.
+            score = self._waves(query_positions) @ self._waves(key_positions).transpose(-1, -2) - self.dim // 2
+            score = score.float().unsqueeze(1)
+            return score / self._ratios(shape.heads, score)
 
     def columns(
         self, query_positions: Tensor, key_positions: Tensor, shape: ModelShape, dtype: torch.dtype

@@ -26,6 +26,7 @@ class T5Bias(ScoreBias):
     """
 
     name: ClassVar[str] = "t5"
+    by_distance: ClassVar[bool] = True
 
     num_buckets: int = 32
     """Buckets, of both directions together in an encoder; even (default: section 2.1 of the paper)."""
