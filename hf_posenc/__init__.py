@@ -4,6 +4,8 @@ Importing this package is light: it teaches transformers' Auto classes to open s
 when it is used.
 """
 
+# ruff: noqa: F401  (the names are listed in __all__, some of which only the registry knows)
+
 from __future__ import annotations
 
 import importlib
@@ -13,7 +15,7 @@ import typing
 from typing import Any
 
 import hf_posenc.architectures
-import hf_posenc.encodings  # before the functions of the same names are bound below  # noqa: F401
+import hf_posenc.encodings  # before the functions of the same names are bound below
 from hf_posenc.architecture import Architecture, ArchitectureError, architectures
 from hf_posenc.checkpoint import register as _register
 from hf_posenc.encoding import Encoding, EncodingError, ModelShape, encodings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peft import LoraConfig, PeftModel
+from peft.utils.constants import EMBEDDING_LAYER_NAMES
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -37,15 +38,16 @@ def lora_config(
 ) -> LoraConfig:
     """A `peft.LoraConfig` that also trains and saves the weights that the patch of `model` brought.
 
-    PEFT freezes every module that it does not know, and leaves it out of the adapter: without this, new position weights
-    would be lost. Load such an adapter onto a model patched alike, which `patch_as_trained` does.
+    PEFT freezes every module that it does not know, and leaves it out of the adapter: without this, new position
+    weights would be lost. Load such an adapter onto a model patched alike, which `patch_as_trained` does.
 
     Args:
         model: a patched model (an unpatched one gives a plain config).
         r: rank of the adapter.
         train_norms: also train and save the normalisation layers, which long contexts gain most from together with the
             embeddings (Chen et al. 2023, "LongLoRA", arXiv 2309.12307, table 2).
-        train_embeddings: also train and save the token embeddings.
+        train_embeddings: also train and save the token embeddings. PEFT keeps an output layer tied to them only where
+            it knows them by name (LLaMA); GPT-2's output layer keeps the pretrained ones.
         kwargs: anything else that `peft.LoraConfig` takes. `target_modules` defaults to the attention projections.
     """
     top, base = transformers_model(model)
@@ -56,8 +58,10 @@ def lora_config(
         modules += sorted({name.rpartition(".")[2] for name in norms})
     if train_embeddings:
         embeddings = base.get_input_embeddings()
-        modules += [name.rpartition(".")[2] for name, module in base.named_modules() if module is embeddings]
-        kwargs.setdefault("ensure_weight_tying", bool(getattr(top.config, "tie_word_embeddings", False)))
+        names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is embeddings]
+        modules += names
+        tied = bool(getattr(top.config, "tie_word_embeddings", False))
+        kwargs.setdefault("ensure_weight_tying", tied and any(name in EMBEDDING_LAYER_NAMES for name in names))
     kwargs.setdefault("target_modules", list(architecture_of(base.config).adapted))
     targets = kwargs["target_modules"]
     if isinstance(targets, (list, tuple, set)):  # GPT-2 keeps its weights transposed
@@ -70,7 +74,7 @@ def lora_config(
 
 
 def patch_as_trained(model: M, adapter: str | Path) -> M:
-    """Patch a base model as the model was on which an adapter was trained; leave it alone where the adapter says nothing.
+    """Patch a base model as that was on which an adapter was trained; leave it alone where the adapter says nothing.
 
     Args:
         adapter: the adapter's folder.

@@ -63,8 +63,9 @@ def architecture_of(config: Any) -> Architecture:
         return known[model_type]
     if str(model_type).startswith("hf_posenc_"):
         raise ArchitectureError(
-            f"This model was saved patched (model type {model_type!r}) and opened by a class that knows nothing of it, so the "
-            "patch is lost. Open it with an Auto class, such as AutoModelForCausalLM, after `import hf_posenc`."
+            f"This model was saved patched (model type {model_type!r}) and opened by a class that knows nothing of "
+            "it, so the patch is lost. Open it with an Auto class, such as AutoModelForCausalLM, after "
+            "`import hf_posenc`."
         )
     match = difflib.get_close_matches(str(model_type), list(known), n=1)
     nearest = f" It is not the same as {match[0]!r}." if match else ""

@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
 
 
 def native_form(resolved: Encoding, shape: ModelShape, architecture: Architecture) -> dict[str, Any] | None:
-    """The config entries with which stock transformers runs this encoding on this architecture; None where it cannot."""
+    """The config entries with which stock transformers runs this encoding on this architecture; None where none can."""
     at_its_site = architecture.rotary if resolved.site == "rotary" else architecture.table
     return None if at_its_site is None else resolved.stock_form(shape)
 
@@ -61,7 +61,9 @@ def native_encoding(config: Any, architecture: Architecture) -> Encoding:
         if encoding.rope_type == kind:
             return encoding.from_stock_form(entries)
     kinds = sorted(str(encoding.rope_type) for encoding in known.values() if encoding.rope_type)
-    raise CheckpointError(f"rope_type={kind!r} in config.rope_parameters is not supported. Supported: {', '.join(kinds)}.")
+    raise CheckpointError(
+        f"rope_type={kind!r} in config.rope_parameters is not supported. Supported: {', '.join(kinds)}."
+    )
 
 
 def pretrained_length(config: Any, architecture: Architecture) -> int:
@@ -82,7 +84,8 @@ def pretrained_theta(config: Any, architecture: Architecture) -> float | None:
         return check_record(record)["theta"]
     if architecture.rotary is None:
         return None
-    return float((config.rope_parameters or {}).get("rope_theta") or getattr(config, "default_theta", 10000.0))
+    theta: Any = (config.rope_parameters or {}).get("rope_theta")
+    return float(theta or getattr(config, "default_theta", 10000.0))
 
 
 # ---------------------------------------------------------------------- the record
@@ -113,7 +116,8 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
     version = record.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(
-            f"config.{RECORD} has version {version!r}; this hf_posenc reads versions up to {VERSION}. Install a newer hf_posenc."
+            f"config.{RECORD} has version {version!r}; this hf_posenc reads versions up to {VERSION}. "
+            "Install a newer hf_posenc."
         )
     if not isinstance(record.get("encoding"), dict) or not isinstance(record.get("resolved"), dict):
         raise CheckpointError(f"config.{RECORD} is damaged: it names no encoding. It holds {record!r}.")
@@ -126,8 +130,8 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
 class NeedsPackage:
     """What a config becomes when stock transformers could not run the model that it describes.
 
-    In life it is the stock config, of the stock model type. On disk it has a model type that stock does not know. And it
-    refuses attention implementations that would drop the bias of the encoding in force.
+    In life it is the stock config, of the stock model type. On disk it has a model type that stock does not know. And
+    it refuses attention implementations that would drop the bias of the encoding in force.
     """
 
     model_type: str
@@ -166,12 +170,17 @@ def stock_config_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
 
 
 @functools.cache
-def needing_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def needing_class(stock: Any) -> type[PreTrainedConfig]:
     """The class of configs of `stock` that need this package, registered with transformers' Auto classes.
 
     It has stock's name, because transformers finds tokenizers and processors by it.
     """
-    body = {"__module__": __name__, "__qualname__": stock.__qualname__, "__init__": _same_init(stock), "__annotations__": {}}
+    body = {
+        "__module__": __name__,
+        "__qualname__": stock.__qualname__,
+        "__init__": _same_init(stock),
+        "__annotations__": {},
+    }
     made = type(stock.__name__, (NeedsPackage, stock), body)
     setattr(sys.modules[__name__], stock.__name__, made)  # where pickle looks for it
     _register_models(made)
@@ -219,7 +228,7 @@ def register() -> None:
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
-    return needing_class(configuration_auto.CONFIG_MAPPING[model_type])
+    return needing_class(configuration_auto.CONFIG_MAPPING[model_type])  # type: ignore[arg-type]
 
 
 def _register_models(made: type[PreTrainedConfig]) -> None:

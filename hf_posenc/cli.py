@@ -477,7 +477,7 @@ def finetune(arguments: tuple[str, ...]) -> None:
     """
     from hf_posenc.training.run import main as run
 
-    run(list(arguments))
+    sys.exit(run(list(arguments)))
 
 
 @main.command(short_help="LoRA adapter into its base.")

@@ -126,7 +126,7 @@ def position_parameters(model: nn.Module) -> list[str]:
     inside = {id(p) for p in getattr(base, CALL).parameters() if p.requires_grad} if _plan_of(base) else set()
     table = _table_brought(base)
     if table is not None:
-        inside |= {id(p) for p in base.get_submodule(table).parameters()}
+        inside |= {id(p) for p in base.get_submodule(table).parameters() if p.requires_grad}
     return [name for name, parameter in model.named_parameters() if id(parameter) in inside]
 
 
@@ -266,7 +266,7 @@ def _native_table(base: nn.Module, architecture: Architecture) -> Tensor | None:
 
         with align_module_device(table, "cpu"):
             return table.weight.detach().clone()  # type: ignore[union-attr,operator]
-    return table.weight.detach()  # type: ignore[union-attr,return-value]
+    return table.weight.detach()  # type: ignore[union-attr,return-value,operator]
 
 
 def _weight_before(base: nn.Module, entry: Replaced) -> Tensor:
@@ -277,7 +277,7 @@ def _weight_before(base: nn.Module, entry: Replaced) -> Tensor:
 def _grown_table(base: nn.Module, plan: Plan) -> Weights:
     """The weights of a patch that stock runs: they stand in the native table's place."""
     if plan.expressed and plan.architecture.table is not None:
-        return {"table": base.get_submodule(plan.architecture.table).weight.detach()}  # type: ignore[dict-item,union-attr]
+        return {"table": base.get_submodule(plan.architecture.table).weight.detach()}  # type: ignore[dict-item,union-attr,operator]
     return {}
 
 
@@ -462,8 +462,8 @@ def _change(
         table = base.get_submodule(architecture.table)
         if _is_offloaded(table) and (plan.expressed or owner.native_weight):
             raise PatchError(
-                f"{plan.encoding}: the native table {architecture.table} is offloaded, and what takes its place would not "
-                "be brought in. Patch the model before it is offloaded."
+                f"{plan.encoding}: the native table {architecture.table} is offloaded, and what takes its place would "
+                "not be brought in. Patch the model before it is offloaded."
             )
         journal.entries.append(Replaced(architecture.table, table))
         if plan.expressed:
@@ -494,7 +494,7 @@ def _change(
 
     if plan.resolved.length_dependent and hasattr(top, "generate"):
         journal.entries.append(ChangedClass(type(top)))
-        top.__class__ = planning_class(type(top))
+        top.__class__ = planning_class(type(top))  # type: ignore[arg-type]
 
 
 def _patched_config(old: PreTrainedConfig, plan: Plan, native_weight: float) -> PreTrainedConfig:
@@ -504,7 +504,7 @@ def _patched_config(old: PreTrainedConfig, plan: Plan, native_weight: float) -> 
         for key, value in (checkpoint.native_form(plan.resolved, plan.shape, plan.architecture) or {}).items():
             setattr(new, key, value)
     else:
-        new.__class__ = checkpoint.needing_class(checkpoint.stock_config_class(old))
+        new.__class__ = checkpoint.needing_class(checkpoint.stock_config_class(old))  # type: ignore[arg-type]
     setattr(new, checkpoint.RECORD, record)
     return new
 
@@ -576,7 +576,7 @@ def _apply_native_weight(base: PreTrainedModel, plan: Plan, weight: float) -> No
 
 
 @functools.cache
-def planning_class(stock: type) -> type:
+def planning_class(stock: Any) -> type:
     """`stock` with a `generate` that tells length-dependent encodings how long the sequences will become."""
 
     def generate(self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -623,7 +623,7 @@ def _asked_length(model: Any, inputs: Any, generation_config: Any, kwargs: dict[
 
 
 @functools.cache
-def loading_class(stock: type) -> type:
+def loading_class(stock: Any) -> type:
     """`stock` whose new instances are patched as their config says: what the Auto classes load weights into."""
 
     def __init__(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ positions of cached keys, the length that a length-dependent encoding was made f
 Rules, in this order:
 
 1. `position_ids` are taken as given.
-2. Otherwise a 2-D `attention_mask` numbers the real tokens of each row from 0, so padding on either side does not matter.
+2. Otherwise a 2-D `attention_mask` numbers the real tokens of each row from 0: padding on either side does not matter.
 3. Otherwise tokens are numbered from the length of the cache.
 
 Documents packed into one row are told apart where `position_ids` do not increase; a jump forward is one document with
@@ -96,7 +96,7 @@ class Record:
 
 
 @functools.cache
-def recording_class(stock: type) -> type:
+def recording_class(stock: Any) -> type:
     """`stock`, a class of caches, whose record moves with its rows: what a cache becomes that carries a record."""
 
     def moving(name: str, choose: Callable[[Tensor, Any], Tensor]) -> Callable[[Any, Any], None]:
@@ -132,7 +132,7 @@ def leave_record(cache: Cache, record: Record) -> None:
     """Keep `record` on a cache, where the next call finds it."""
     setattr(cache, RECORD, record)
     if not hasattr(cache, "_hf_posenc_recording") and not torch.compiler.is_compiling():
-        cache.__class__ = recording_class(type(cache))
+        cache.__class__ = recording_class(type(cache))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Call:
     queries: Tensor
     """[batch or 1, queries]: positions of the tokens of this call."""
     keys: Tensor | None
-    """[batch or 1, keys]: positions of all tokens that attention sees, cached ones first; None unless a score needs them."""
+    """[batch or 1, keys]: positions of all that attention sees, cached ones first; None unless a score needs them."""
     hidden: Tensor | None
     """[batch, keys]: True where a key is padding, and the mask that said so was taken out of the way; else None."""
     rotation: tuple[Tensor, Tensor] | None
@@ -234,9 +234,8 @@ def keys(
             "A score bias needs the positions of all cached keys, but this cache drops old ones (sliding window). "
             "Use DynamicCache or StaticCache, or a rotary encoding."
         )
-    total = fixed_size(cache)
-    if total is None:
-        total = seen + length
+    fixed = fixed_size(cache)
+    total: Any = seen + length if fixed is None else fixed
     if isinstance(seen, int) and total == seen + length:  # a cache that grows
         if seen == 0:
             return queries
@@ -274,7 +273,8 @@ def _for_batch(rows: Tensor, batch: int) -> Tensor:
         return rows
     if batch % rows.shape[0]:
         raise ValueError(
-            f"The cache was filled with {rows.shape[0]} rows and is now used with {batch}. Repeat whole rows, or start a new cache."
+            f"The cache was filled with {rows.shape[0]} rows and is now used with {batch}. "
+            "Repeat whole rows, or start a new cache."
         )
     return rows.repeat_interleave(batch // rows.shape[0], dim=0)
 
@@ -282,8 +282,8 @@ def _for_batch(rows: Tensor, batch: int) -> Tensor:
 def hidden_keys(mask: Any, keys: Tensor) -> Tensor | None:
     """Which keys a 2-D mask hides, [batch, keys], where it hides any.
 
-    A mask that only says what is padding would cost the fused kernel a tensor [batch, queries, keys]; said key by key it
-    costs one column.
+    A mask that only says what is padding would cost the fused kernel a tensor [batch, queries, keys]; said key by key
+    it costs one column.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 2 or torch.compiler.is_compiling():
         return None
@@ -383,6 +383,7 @@ def _warn_crossing(plan: Plan, planned: int, reached: int) -> None:
     made_for, now = (encoding.frequencies(plan.rotary_dim, torch.tensor([n])) for n in (planned, reached))
     if not torch.equal(made_for, now):
         logger.warning_once(
-            f"{encoding.name}: the sequence has outgrown the {planned} tokens that its rotation was chosen for when its cache was "
-            "empty; the choice is kept. Start it inside `with hf_posenc.sequence_length(n):`, or let `generate` do so."
+            f"{encoding.name}: the sequence has outgrown the {planned} tokens that its rotation was chosen for when "
+            "its cache was empty; the choice is kept. Start it inside `with hf_posenc.sequence_length(n):`, or let "
+            "`generate` do so."
         )

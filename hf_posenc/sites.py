@@ -6,7 +6,7 @@ of a model use their own parts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class RotaryTable(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Radians per token of each pair [head_dim / 2], under stock's name; those of a short sequence where it matters."""
+        """Radians per token of each pair [head_dim / 2], under stock's name; where it matters, of a short sequence."""
         return self._frequencies(None)
 
     def _frequencies(self, lengths: Tensor | None) -> Tensor:
@@ -224,7 +224,7 @@ def announce(
         if str(module.config._attn_implementation).endswith("sdpa"):  # type: ignore[union-attr]
             hidden = where.hidden_keys(mask, keys)
             if hidden is not None:
-                kwargs["attention_mask"] = torch.ones_like(mask)
+                kwargs["attention_mask"] = torch.ones_like(cast(Tensor, mask))
     if encoding.site == "embedding" and not plan.expressed:
         if vectors is None:
             vectors = module.get_input_embeddings()(tokens)  # type: ignore[operator]

@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ENCODING_RECORD = "hf_posenc.json"
-"""Beside an adapter: the encoding that it was trained under."""
-
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file, or leave what was there."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.training.files import ENCODING_RECORD, written_whole
+from hf_posenc.training.files import written_whole
 
 
 def merge(
@@ -41,11 +41,10 @@ def merge(
 
 def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: str | None = None) -> tuple[Any, Any]:
     """(model with the adapter merged in, tokenizer)."""
-    from peft import PeftModel
     from transformers import AutoTokenizer
 
+    from hf_posenc.adapters import load_adapter
     from hf_posenc.models import load_model
-    from hf_posenc.patch import patch
 
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     source = base or config.get("base_model_name_or_path")
@@ -53,11 +52,7 @@ def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: st
         raise ValueError(f"The adapter {str(adapter)!r} does not name its base model; give base=.")
     masked = "MaskedLM" in str((config.get("auto_mapping") or {}).get("base_model_class", ""))
     model, tokenizer = load_model(source, dtype, device_map, task="masked" if masked else "causal")
-    record = adapter / ENCODING_RECORD
-    if record.is_file():
-        stored = json.loads(record.read_text(encoding="utf-8"))
-        patch(model, stored)
-    model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    model = load_adapter(model, adapter).merge_and_unload()
     if (adapter / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(str(adapter))
     return model, tokenizer

@@ -149,7 +149,6 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         callbacks=callbacks,
         slice_length=ours.loss_slice,
         document_names=train.documents if isinstance(train, TrainingBlocks) else None,
-        encoding_record=setup.encoding_record,
         curriculum=_curriculum(ours, training, setup),
     )
     if measured is not None:

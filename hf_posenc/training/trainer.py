@@ -16,7 +16,6 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_posenc.data.dataset import Curriculum
-from hf_posenc.training.files import ENCODING_RECORD, write_whole
 from hf_posenc.training.loss import loss_instead_of_logits, output_layer, shift
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ class LongContextTrainer(Trainer):
     Args:
         slice_length: tokens whose logits exist at the same time.
         document_names: ids of the documents in a sample, by its number (for the report of a loss that is not finite).
-        encoding_record: the encoding as data, written beside every adapter so that it can be merged later.
         curriculum: positions of training samples that reach further with every step.
         measure: what `evaluate` calls instead of the evaluation loop; takes the model, gives metrics by name.
     """
@@ -46,7 +44,6 @@ class LongContextTrainer(Trainer):
         slice_length: int = 512,
         document_names: Callable[[int], list[str]] | None = None,
         measure: Callable[[nn.Module], dict[str, float]] | None = None,
-        encoding_record: dict[str, Any] | None = None,
         curriculum: Curriculum | None = None,
         **kwargs: Any,
     ) -> None:
@@ -54,7 +51,6 @@ class LongContextTrainer(Trainer):
         self.slice_length = slice_length
         self.document_names = document_names
         self.measure = measure
-        self.encoding_record = encoding_record
         self.curriculum = curriculum
         found = output_layer(self.accelerator.unwrap_model(self.model))
         if (
@@ -183,12 +179,6 @@ class LongContextTrainer(Trainer):
                 f"The last whole checkpoint is {str(last) if last else 'none'}. "
                 "Make room and run the same command again."
             ) from error
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir or "")
-        if self.encoding_record is not None and (folder / "adapter_config.json").is_file():
-            write_whole(folder / ENCODING_RECORD, json.dumps(self.encoding_record, indent=2) + "\n")
 
     # ------------------------------------------------------------------ evaluation
 
