@@ -3,7 +3,7 @@
 They are registered beside stock's under names of their own, so no other model notices. A bias reaches them as positions
 (`hf_posenc.positions.Call`), never as a tensor [heads, n, n]:
 
-- on a CPU a bias by distance alone is a view of one row of numbers for each head (`hf_posenc.by_distance`);
+- on a CPU, a bias by distance alone is a view of one row of numbers for each head (`hf_posenc.blockwise`);
 - a bias that is an inner product (`Encoding.columns`) rides in the fused kernel as a few extra columns of q and k;
 - any other is made for one block of queries at a time;
 - a few query tokens (decoding) get their few rows of bias, which is cheaper than widening the whole key cache.
@@ -13,7 +13,7 @@ Shapes: query [batch, heads, queries, head_dim]; key, value [batch, key_heads, k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hf_posenc import by_distance
+from hf_posenc import blockwise
 from hf_posenc.positions import Call
 from hf_posenc.sites import HERE
 
@@ -83,21 +83,26 @@ def biased_sdpa(
         key_positions, hidden = key_positions[:, :queries], None if hidden is None else hidden[:, :queries]
     encoding, shape = call.plan.resolved, call.plan.shape
     columns = None
-    if attention_mask is None and dropout == 0.0 and _runs_along_diagonals(call, key_positions, hidden, query):
-        out = by_distance.attend(*_marked(query, key, value, hidden), _row(call, query), scaling, decodes)
-        return out[..., : shape.head_dim].transpose(1, 2).contiguous(), None
-    if queries > FEW_QUERIES and (decodes or encoding.columns_hold == "everywhere"):
+    many = queries > FEW_QUERIES
+    # On the CPU, and not where tensors are only traced: there the blocks are written out.
+    plain = many and attention_mask is None and dropout == 0.0 and key.shape[2] == queries
+    plain = plain and query.device.type == "cpu" and not torch.compiler.is_compiling()
+    diagonal = plain and _runs_along_diagonals(call, key_positions, hidden)
+    if many and not diagonal and (decodes or encoding.columns_hold == "everywhere"):
         columns = encoding.columns(call.queries, key_positions, shape, query.dtype)
-    if columns is None:
-        out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
-    else:
+    if columns is not None:
+        query, key, value = _widened(query, key, value, columns, hidden, scaling)
         out = scaled_dot_product_attention(
-            *_widened(query, key, value, columns, hidden, scaling),
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=1.0,
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=1.0
         )
+    elif plain:
+        bias, *learned = (
+            _diagonals(call, query, decodes) if diagonal else _computed(call, key_positions, query, decodes)
+        )
+        query, key, value = _marked(query, key, value, hidden)
+        out = blockwise.attend(query, key, value, bias, learned, scaling, decodes)
+    else:
+        out = _in_blocks(call, key_positions, hidden, query, key, value, attention_mask, scaling, dropout, causal)
     return out[..., : shape.head_dim].transpose(1, 2).contiguous(), None
 
 
@@ -182,46 +187,57 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-# ---------------------------------------------------------------------- as one row of numbers
+# ---------------------------------------------------------------------- block by block on a CPU
 
 
-def _runs_along_diagonals(call: Call, keys: Tensor, hidden: Tensor | None, query: Tensor) -> bool:
+def _runs_along_diagonals(call: Call, keys: Tensor, hidden: Tensor | None) -> bool:
     """Whether the bias is the same along every diagonal: it depends on the distance, and positions go up by one.
 
     Where a mask numbers them, they do so between the first and the last real token of a row, and what the others see
-    does not matter. Looked at once for all layers; on the CPU, where looking costs nothing.
+    does not matter. Looked at once for all layers; on the CPU looking costs nothing.
     """
-    length = query.shape[2]
-    if query.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    if not getattr(call.plan.resolved, "by_distance", False) or length <= FEW_QUERIES or keys.shape[1] != length:
+    if not getattr(call.plan.resolved, "by_distance", False):
         return False
 
     def look() -> bool:
-        if call.queries.shape[1] != length:
+        if call.queries.shape[1] != keys.shape[1]:
             return False
-        counted = torch.arange(length)
+        counted = torch.arange(keys.shape[1])
         starts, others = keys - counted, call.queries - counted
         if hidden is None:
             return bool(((starts == starts[:, :1]) & (others == starts[:, :1])).all())
-        rows = (len(hidden), length)
         first = (~hidden).int().argmax(1, keepdim=True)
-        start = starts.expand(rows).gather(1, first)
+        start = starts.expand(hidden.shape).gather(1, first)
         return bool((((starts == start) & (others == start)) | hidden).all())
 
-    return bool(_shared(call, ("in step", length), look))
+    return _shared(call, ("diagonal", keys.shape[1]), look)
 
 
-def _row(call: Call, query: Tensor) -> Tensor:
-    """The bias by distance, from length - 1 (keys of the past) down to 1 - length: [heads, 2 * length - 1]."""
+def _diagonals(call: Call, query: Tensor, causal: bool) -> tuple[Any, ...]:
+    """The bias by distance, and the row of numbers that says it."""
     length = query.shape[2]
 
     def make() -> Tensor:
         last, keys = torch.tensor([[length - 1]]), torch.arange(2 * length - 1)[None]
         row = _bias(call, last, keys)[0, :, 0]
-        return row.to(torch.promote_types(query.dtype, row.dtype))
+        row = row.to(torch.promote_types(query.dtype, row.dtype)).contiguous()
+        return row.masked_fill(keys[0] >= length, -torch.inf) if causal else row
 
-    return _shared(call, ("row", length, query.dtype), make, fixed=not call.weights)
+    row = _shared(call, ("row", length, query.dtype, causal), make, fixed=not call.weights)
+    return blockwise.Diagonals(), row
+
+
+def _computed(call: Call, keys: Tensor, query: Tensor, causal: bool) -> tuple[Any, ...]:
+    """The bias of a block, and the weights of the encoding that it is made of."""
+    encoding, shape, names = call.plan.resolved, call.plan.shape, list(call.weights)
+    backwards = call.queries.flip(1)
+
+    def make(weights: Sequence[Tensor], begin: int, end: int, seen: int) -> Tensor:
+        values = dict(zip(names, weights, strict=True))
+        return encoding.bias(backwards[:, begin:end], keys[:, :seen], values, shape)
+
+    size = blockwise.block_size(*query.shape[1:3])
+    return blockwise.Computed(make, causal, size), *(weight.to(query.device) for weight in call.weights.values())
 
 
 T = TypeVar("T")

@@ -7,11 +7,13 @@ distances are divided by the query's own position, a longer context stays within
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_posenc.encoding import ModelShape, Weights, check_number
 from hf_posenc.encodings._score import ScoreBias, distances
@@ -67,6 +69,57 @@ class Fire(ScoreBias):
             least = weights["L_ratio"].float().abs() * float(self.init_L)
             reach = torch.maximum(reach.float(), least)
             part = torch.log1p(c * distance.float()) / torch.log1p(c * reach).clamp(min=1e-6)
-            inner, offset = (weights[name].float().reshape(-1, 1) for name in ("inner", "inner_bias"))
-            hidden = torch.relu(inner * part.flatten(1).unsqueeze(1) + offset)  # [batch, width, queries * keys]
-            return (weights["outer"].float() @ hidden).unflatten(-1, part.shape[1:])
+            inner, offset, outer = (weights[name].float() for name in ("inner", "inner_bias", "outer"))
+            if torch.compiler.is_compiling():  # the compiler fuses it by itself
+                hidden = _hidden(part.flatten(1).unsqueeze(1), inner, offset)  # [batch, width, queries * keys]
+                return (outer @ hidden).unflatten(-1, part.shape[1:])
+            return _Network.apply(part, inner, offset, outer)  # type: ignore[no-any-return]
+
+
+CHUNK = 1 << 13
+"""Distances that go through the network at once on a CPU: few enough that its hidden layer, `width` times as large,
+stays in the cache."""
+
+
+class _Network(torch.autograd.Function):
+    """`outer @ relu(inner * x + offset)` for every x, whose hidden layer is never whole.
+
+    Whole, it would be [batch, width, queries, keys]: with 12 heads and a width of 32 three times the bias itself, and
+    reading and writing it is what takes the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: Tensor, offset: Tensor, outer: Tensor) -> Tensor:
+        """x [batch, queries, keys] to [batch, heads, queries, keys]."""
+        ctx.save_for_backward(x, inner, offset, outer)
+        out = x.new_empty(x.shape[0], len(outer), x.shape[1] * x.shape[2])
+        for sample, whole in zip(x.flatten(1), out, strict=True):
+            for part in _parts(sample):
+                whole[:, part] = outer @ _hidden(sample[part], inner, offset)
+        return out.unflatten(-1, x.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x, inner, offset, outer = ctx.saved_tensors
+        of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_inner, of_offset, of_outer = (torch.zeros_like(weight) for weight in (inner, offset, outer))
+        for sample, of_sample, upper in zip(x.flatten(1), of_x.flatten(1), grad.flatten(2), strict=True):
+            for part in _parts(sample):
+                hidden = _hidden(sample[part], inner, offset)
+                of_outer.addmm_(upper[:, part], hidden.t())
+                change = (outer.t() @ upper[:, part]).mul_(hidden > 0)
+                of_inner.addmv_(change, sample[part])
+                of_offset += change.sum(1)
+                of_sample[part] = inner @ change
+        return of_x, of_inner, of_offset, of_outer
+
+
+def _hidden(x: Tensor, inner: Tensor, offset: Tensor) -> Tensor:
+    """[width, distances]."""
+    return torch.addcmul(offset.unsqueeze(1), inner.unsqueeze(1), x).relu_()
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    chunk = CHUNK if x.device.type == "cpu" else 1 << 20
+    return (slice(begin, begin + chunk) for begin in range(0, len(x), chunk))
