@@ -168,7 +168,7 @@ def main(traceback: bool) -> None:
     MODEL is a hub id, a folder, or a .gguf file. An encoding is written `yarn:factor=4`.
 
     \b
-    A first session:
+    To begin with:
       hf-posenc inspect ./model
       hf-posenc evaluate ./model --encoding native --encoding yarn:factor=2 \\
           --text book.txt --lengths 2048,8192,16384 --output report
