@@ -141,13 +141,14 @@ def cache_of(output: Any) -> Any:
 
 
 def in_pieces(model: PreTrainedModel, ids: Tensor, sizes: Sequence[int], cache: Any = None, **arguments: Any) -> Tensor:
-    """Logits of `ids` fed in pieces on a cache that is planned for all of them; 2-D masks grow with the pieces."""
+    """Logits of `ids` fed in pieces on a cache planned for all of them (or `planned` tokens); masks grow with them."""
     cache = DynamicCache(config=model.config) if cache is None else cache
+    planned = arguments.pop("planned", None)
     mask, positions = arguments.pop("attention_mask", None), arguments.pop("position_ids", None)
     made, start = [], int(cache.get_seq_length())
     assert start + sum(sizes) == (ids.shape[1] if mask is None else mask.shape[1])
     real = ids.shape[1] if mask is None else mask.sum(-1)
-    with hf_posenc.sequence_length(real):
+    with hf_posenc.sequence_length(real if planned is None else planned):
         for size in sizes:
             piece = dict(arguments)
             if mask is not None:

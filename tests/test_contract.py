@@ -373,10 +373,13 @@ def test_what_stands_in_the_padding_does_not_matter(architecture: str, name: str
 def test_relative_encodings_need_no_positions_for_padding(architecture: str, name: str, backend: str) -> None:
     """Positions counted from the padded start are as good."""
     model = shared(architecture, name, backend)
-    ids, mask = left_padded([LENGTH - 7, LENGTH])
     plain = torch.arange(LENGTH).expand(2, -1)
-    out = logits(model, ids, attention_mask=mask, position_ids=plain)
-    assert_equal(out[0, 7:], whole_row(architecture, name, backend, LENGTH - 7))
+    for length in (12, LENGTH - 7):  # on both sides of the original length
+        for make in (left_padded, right_padded):
+            ids, mask = make([length, LENGTH])
+            out = logits(model, ids, attention_mask=mask, position_ids=plain)
+            alone = whole_row(architecture, name, backend, length)
+            assert_equal(out[0][mask[0] == 1], alone, what=f"{make.__name__}, {length} tokens")
 
 
 @on()
@@ -460,6 +463,41 @@ def test_skipped_positions_are_one_document(architecture: str, name: str, backen
     changed = logits(model, other, position_ids=positions)
     assert_equal(changed[:, :2], out[:, :2], 1e-5)
     assert_differs(changed[:, 6:], out[:, 6:], what="the second chunk, when the first changes,")
+
+
+@on(*CAUSAL)
+def test_cached_keys_keep_the_positions_they_were_given(architecture: str, name: str, backend: str) -> None:
+    """Skipped positions, and rows with holes, on a warm cache: where a key stands cannot be counted back."""
+    model = shared(architecture, name, backend)
+    ids = tokens(LENGTH, batch=2)
+    skipped = torch.cat([torch.arange(5), torch.arange(9, 17), torch.arange(20, 31)])[None]
+    mask = torch.ones_like(ids)
+    expected = logits(model, ids, attention_mask=mask, position_ids=skipped)
+    for sizes in ([10, 1, 13], [3] + [1] * 21):
+        with hf_posenc.sequence_length(31):
+            whole_pass = logits(model, ids, attention_mask=mask, position_ids=skipped)
+        assert_equal(whole_pass, expected)
+        out = in_pieces(model, ids, sizes, attention_mask=mask, position_ids=skipped, planned=31)
+        assert_equal(out, expected, what=f"skipped, pieces {sizes}")
+
+    mask[0, 4:9] = 0
+    without = torch.cat([ids[:1, :4], ids[:1, 9:]], dim=1)
+    alone = logits(model, without)[0]
+    for out in (logits(model, ids, attention_mask=mask), in_pieces(model, ids, [11, 1, 12], attention_mask=mask)):
+        assert_equal(out[0][mask[0] == 1], alone, what="a row with a hole")
+
+
+@on()
+def test_sequences_go_beyond_the_trained_length(architecture: str, name: str, backend: str) -> None:
+    """48 tokens where the model was made for 32: nothing ends there, with a cache or without."""
+    model = shared(architecture, name, backend)
+    ids, mask = tokens(48, batch=2), torch.ones(2, 48, dtype=torch.long)
+    mask[0, :5] = 0
+    expected = logits(model, ids, attention_mask=mask)
+    assert_equal(expected[0, 5:], logits(model, ids[:1, 5:])[0])
+    assert_equal(logits(model, ids)[1], expected[1])
+    if architecture in CAUSAL:
+        assert_equal(in_pieces(model, ids, [30, 1, 1, 1, 15], attention_mask=mask)[mask == 1], expected[mask == 1])
 
 
 @on()
