@@ -201,6 +201,8 @@ def _learned_step(
     """The same and the gradients of what is learned, in float32. Query, out, grad and total are read backwards."""
     batch, heads, length, _ = query.shape
     q, k, v, g = (part.to(total.dtype) for part in (query * scaling, key, value, grad))
+    # A query that sees no key has a log-sum near float's lowest, or below it: its weights are 0, not exp of inf.
+    total = total.masked_fill(total < -1e30, torch.inf)
     share = (g * out).sum(-1, keepdim=True)
     of_query, of_key, of_value = torch.zeros(3, *query.shape, dtype=total.dtype)
     of_learned = [torch.zeros_like(tensor) for tensor in learned]
@@ -223,13 +225,13 @@ def _learned_step(
 
 
 def block_size(heads: int, length: int) -> int:
-    """Queries for which `SCORES` scores are made at once."""
-    return max(8, min(256, SCORES // (heads * length)))
+    """Queries for which `SCORES` scores are made at once, within reason."""
+    return max(16, min(256, SCORES // (heads * length)))
 
 
 def _blocks(length: int, causal: bool, size: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, seen): queries begin .. end, counted from the last, and how many keys they see at most."""
-    size = max(8, min(size, length // 8)) if causal else size
+    size = min(size, max(64, length // 8)) if causal else size
     for begin in range(0, length, size):
         yield begin, min(begin + size, length), length - begin if causal else length
 
