@@ -179,6 +179,23 @@ def test_alibi_prefers_near_keys_and_is_symmetric_in_an_encoder() -> None:
     assert_equal(rows[:, 5, 4].log() - rows[:, 5, 5].log(), -slopes, 1e-5)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_decoders_use_buckets_of_the_past_and_encoders_both_halves(backend: str) -> None:
+    """Which rows of the table get a gradient: the direction flag, told by what is really looked up."""
+    past, future = torch.arange(40), -torch.arange(1, 40)
+    encoding = hf_posenc.T5Bias()
+    for architecture, causal, reached in (
+        ("gpt2", True, past),
+        ("llama", True, past),
+        ("bert", False, torch.cat([past, future])),
+    ):
+        model = fresh(architecture, encoding, backend)
+        model(tokens(40), labels=tokens(40)).loss.backward()
+        used = model.base_model.hf_posenc.buckets.grad.abs().sum(1).nonzero().flatten().tolist()
+        assert used == sorted(set(encoding.bucket(reached, causal).tolist())), architecture
+    assert encoding.bucket(past[:17], True).tolist() == list(range(17)) and used[-1] >= 16
+
+
 # ---------------------------------------------------------------------- with a cache
 
 
