@@ -201,8 +201,9 @@ def _learned_step(
     """The same and the gradients of what is learned, in float32. Query, out, grad and total are read backwards."""
     batch, heads, length, _ = query.shape
     q, k, v, g = (part.to(total.dtype) for part in (query * scaling, key, value, grad))
-    # A query that sees no key has a log-sum near float's lowest, or below it: its weights are 0, not exp of inf.
-    total = total.masked_fill(total < -1e30, torch.inf)
+    # A query that sees hidden keys only has scores so low that two ways to add them up differ by tens, and exp of that
+    # overflows. Nobody asks what it says: its weights are 0.
+    total = total.masked_fill(total < -1e6, torch.inf)
     share = (g * out).sum(-1, keepdim=True)
     of_query, of_key, of_value = torch.zeros(3, *query.shape, dtype=total.dtype)
     of_learned = [torch.zeros_like(tensor) for tensor in learned]
