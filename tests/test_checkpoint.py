@@ -393,9 +393,9 @@ def test_a_record_that_cannot_be_read_is_named(change: dict[str, Any], message: 
 def test_built_and_patched_without_values_then_loaded(architecture: str, name: str, backend: str) -> None:
     """Numbers of an encoding are never in memory that `to_empty` leaves undefined."""
     real = fresh(architecture, name, backend)
+    plain = ARCHITECTURES[architecture](attn_implementation=backend)
     with torch.device("meta"):
-        empty = type(hf_posenc.unpatch(fresh(architecture, name, backend)))(ARCHITECTURES[architecture]().config).eval()
-        hf_posenc.patch(empty, EVERY[name])
+        empty = hf_posenc.patch(type(plain)(plain.config).eval(), EVERY[name])
     assert {p.device.type for p in empty.parameters()} == {"meta"}
     loaded = empty.to_empty(device="cpu")
     for buffer in loaded.buffers():  # undefined memory, at its worst
