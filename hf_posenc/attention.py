@@ -246,7 +246,8 @@ T = TypeVar("T")
 def _shared(call: Call, name: Any, make: Callable[[], T], fixed: bool = True) -> T:
     """What all layers of a call have in common, made by the first that asks.
 
-    Not where it has a gradient: layers that are recomputed in the backward pass must find nothing made before.
+    Not where it has a gradient: layers that are recomputed in the backward pass must find nothing made before. A name
+    with the id of a tensor is safe where the tensor is kept with what was made.
     """
     if torch.compiler.is_compiling() or not (fixed or not torch.is_grad_enabled()):
         return make()
@@ -279,7 +280,8 @@ def _in_blocks(
     if not single and repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
-    def attend(begin: int, end: int) -> Tensor:
+    def added(begin: int, end: int) -> Tensor:
+        """All that is added to the scores of some queries, in the dtype that the kernel wants."""
         seen = end if causal else key.shape[2]
         bias = _bias(call, call.queries[:, begin:end], key_positions[:, :seen])
         if causal:
@@ -290,11 +292,19 @@ def _in_blocks(
         if hidden is not None:
             bias = bias.masked_fill(hidden[:, None, None, :seen], LOWEST)
         # Finite in any dtype: a row that sees nothing must not become NaN.
-        bias = bias.clamp(min=max(torch.finfo(query.dtype).min, LOWEST)).to(query.dtype)
+        return bias.clamp(min=max(torch.finfo(query.dtype).min, LOWEST)).to(query.dtype)
+
+    def attend(begin: int, end: int) -> Tensor:
+        if queries > FEW_QUERIES:
+            bias = added(begin, end)
+        else:  # decoding: all layers add the same, and working it out anew would be a tenth of their time
+            name = ("few", causal, query.dtype, query.device, None if mask is None else id(mask))
+            bias, _ = _shared(call, name, lambda: (added(begin, end), mask), fixed=not call.weights)
         part = query[:, :, begin:end]
         if single:
             part = part.reshape(batch, -1, repeats, width)
-            bias = bias.reshape(bias.shape[0], -1, repeats, seen)
+            bias = bias.reshape(bias.shape[0], -1, repeats, bias.shape[-1])
+        seen = bias.shape[-1]
         out = scaled_dot_product_attention(
             part, key[:, :, :seen], value[:, :, :seen], attn_mask=bias, dropout_p=dropout, scale=scaling
         )
