@@ -118,11 +118,11 @@ class _Blockwise(torch.autograd.Function):
         precise = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(batch, length, heads, width).transpose(1, 2)
         total = torch.empty(batch, length, heads, dtype=precise).transpose(1, 2)
-        backwards = query.flip(2)
         for begin, end, seen in _blocks(length, causal, bias.size):
             strip, _ = bias.block(learned, begin, end, seen)
+            here = slice(length - end, length - begin)
             part, log_sum = _KERNEL(
-                backwards[:, :, begin:end],
+                query[:, :, here].flip(2),
                 key[:, :, :seen],
                 value[:, :, :seen],
                 0.0,
@@ -130,8 +130,8 @@ class _Blockwise(torch.autograd.Function):
                 attn_mask=strip.to(precise),
                 scale=scaling,
             )
-            out[:, :, length - end : length - begin] = part.flip(2)
-            total[:, :, begin:end] = log_sum
+            out[:, :, here] = part.flip(2)
+            total[:, :, begin:end] = log_sum  # as the kernel lays it out, with heads innermost, read backwards
         ctx.save_for_backward(query, key, value, out, total, *learned)
         ctx.bias, ctx.scaling, ctx.causal = bias, scaling, causal
         return out
@@ -140,13 +140,14 @@ class _Blockwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, total, *learned = ctx.saved_tensors
-        query, out, grad = query.flip(2), out.flip(2), grads[0].flip(2)
+        # A query that sees hidden keys only has scores so low that two ways to add them up differ by tens, and exp of
+        # that overflows. Nobody asks what it says: its weights are 0.
+        total = total.masked_fill(total < -1e6, torch.inf)
         step = _learned_step if any(ctx.needs_input_grad[6:]) else _fixed_step
         with torch.autocast("cpu", enabled=False):
             of_query, of_key, of_value, *of_learned = step(
-                query, out, grad, total, key, value, ctx.bias, learned, ctx.scaling, ctx.causal
+                query, out, grads[0], total, key, value, ctx.bias, learned, ctx.scaling, ctx.causal
             )
-        of_query = of_query.flip(2).to(query.dtype)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, *of_learned
 
 
@@ -162,25 +163,27 @@ def _fixed_step(
     scaling: float,
     causal: bool,
 ) -> tuple[Any, ...]:
-    """Gradients of query, key and value by the kernel's own backward. Query, out, grad and total are read backwards."""
+    """Gradients of query, key and value by the kernel's own backward."""
+    length = query.shape[2]
     of_query = torch.empty_like(query)
     # Sums over blocks in float32: in bfloat16 each addition would round away what a late block brings.
     of_key, of_value = torch.zeros(2, *key.shape, dtype=total.dtype)
-    for begin, end, seen in _blocks(query.shape[2], causal, bias.size):
+    for begin, end, seen in _blocks(length, causal, bias.size):
         strip, _ = bias.block(learned, begin, end, seen)
+        here = slice(length - end, length - begin)
         for_query, for_key, for_value = _KERNEL_BACKWARD(
-            grad[:, :, begin:end],
-            query[:, :, begin:end],
+            grad[:, :, here].flip(2),
+            query[:, :, here].flip(2),
             key[:, :, :seen],
             value[:, :, :seen],
-            out[:, :, begin:end],
-            total[:, :, begin:end],  # laid out as the kernel does it, with heads innermost
+            out[:, :, here].flip(2),
+            total[:, :, begin:end],
             0.0,
             False,
             attn_mask=strip.to(total.dtype),
             scale=scaling,
         )
-        of_query[:, :, begin:end] = for_query
+        of_query[:, :, here] = for_query.flip(2)
         of_key[:, :, :seen] += for_key
         of_value[:, :, :seen] += for_value
     return of_query, of_key, of_value, *(None for _ in learned)
@@ -198,31 +201,32 @@ def _learned_step(
     scaling: float,
     causal: bool,
 ) -> tuple[Any, ...]:
-    """The same and the gradients of what is learned, in float32. Query, out, grad and total are read backwards."""
+    """The same and the gradients of what is learned, in float32."""
     batch, heads, length, _ = query.shape
-    q, k, v, g = (part.to(total.dtype) for part in (query * scaling, key, value, grad))
-    # A query that sees hidden keys only has scores so low that two ways to add them up differ by tens, and exp of that
-    # overflows. Nobody asks what it says: its weights are 0.
-    total = total.masked_fill(total < -1e6, torch.inf)
-    share = (g * out).sum(-1, keepdim=True)
-    of_query, of_key, of_value = torch.zeros(3, *query.shape, dtype=total.dtype)
+    k, v = key.to(total.dtype), value.to(total.dtype)
+    of_query = torch.empty_like(query)
+    of_key, of_value = torch.zeros(2, *query.shape, dtype=total.dtype)
     of_learned = [torch.zeros_like(tensor) for tensor in learned]
     for begin, end, seen in _blocks(length, causal, min(bias.size, block_size(heads, length))):
         with torch.enable_grad():
             strip, pull = bias.block(learned, begin, end, seen)
+        here, there = slice(length - end, length - begin), slice(0, seen)
+        q, g, o = (part[:, :, here].flip(2).to(total.dtype) for part in (query, grad, out))
+        q = q * scaling
+        share = (g * o).sum(-1, keepdim=True)
         changes = torch.zeros(strip.shape, dtype=total.dtype)
         for sample in range(batch):
-            row, here, there = sample % len(strip), slice(begin, end), slice(0, seen)
-            weights = torch.bmm(q[sample, :, here], k[sample, :, there].transpose(1, 2))
-            weights.add_(strip[row]).sub_(total[sample, :, here, None]).exp_()
-            of_value[sample, :, there].baddbmm_(weights.transpose(1, 2), g[sample, :, here])
-            change = torch.bmm(g[sample, :, here], v[sample, :, there].transpose(1, 2))
-            change.sub_(share[sample, :, here]).mul_(weights)
-            of_query[sample, :, here] = torch.bmm(change, k[sample, :, there])
-            of_key[sample, :, there].baddbmm_(change.transpose(1, 2), q[sample, :, here])
+            row = sample % len(strip)
+            weights = torch.bmm(q[sample], k[sample, :, there].transpose(1, 2))
+            weights.add_(strip[row]).sub_(total[sample, :, begin:end, None]).exp_()
+            of_value[sample, :, there].baddbmm_(weights.transpose(1, 2), g[sample])
+            change = torch.bmm(g[sample], v[sample, :, there].transpose(1, 2))
+            change.sub_(share[sample]).mul_(weights)
+            of_query[sample, :, here] = torch.bmm(change, k[sample, :, there]).mul_(scaling).flip(1)
+            of_key[sample, :, there].baddbmm_(change.transpose(1, 2), q[sample])
             changes[row] += change
         pull(changes, of_learned)
-    return of_query.mul_(scaling), of_key, of_value, *of_learned
+    return of_query, of_key, of_value, *of_learned
 
 
 def block_size(heads: int, length: int) -> int:
