@@ -21,7 +21,7 @@ from hf_posenc.checkpoint import register as _register
 from hf_posenc.encoding import Encoding, EncodingError, ModelShape, encodings
 
 if typing.TYPE_CHECKING:
-    from hf_posenc.adapters import lora_config
+    from hf_posenc.adapters import load_adapter, lora_config
     from hf_posenc.describe import describe
     from hf_posenc.patch import PatchError, encoding_of, patch, position_parameters, set_native_weight, unpatch
     from hf_posenc.positions import sequence_length
@@ -33,6 +33,7 @@ _LATER = {
     "PatchError": "hf_posenc.patch",
     "describe": "hf_posenc.describe",
     "encoding_of": "hf_posenc.patch",
+    "load_adapter": "hf_posenc.adapters",
     "lora_config": "hf_posenc.adapters",
     "patch": "hf_posenc.patch",
     "position_parameters": "hf_posenc.patch",

@@ -39,7 +39,8 @@ def lora_config(
     """A `peft.LoraConfig` that also trains and saves the weights that the patch of `model` brought.
 
     PEFT freezes every module that it does not know, and leaves it out of the adapter: without this, new position
-    weights would be lost. Load such an adapter onto a model patched alike, which `patch_as_trained` does.
+    weights would be lost. Load it with `hf_posenc.load_adapter`: PEFT alone would put it on an unpatched model,
+    with no more than a warning about an entry that it does not know.
 
     Args:
         model: a patched model (an unpatched one gives a plain config).
@@ -49,7 +50,12 @@ def lora_config(
         train_embeddings: also train and save the token embeddings. PEFT keeps an output layer tied to them only where
             it knows them by name (LLaMA); GPT-2's output layer keeps the pretrained ones.
         kwargs: anything else that `peft.LoraConfig` takes. `target_modules` defaults to the attention projections.
+
+    Raises:
+        ValueError: a rank below 1.
     """
+    if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+        raise ValueError(f"r={r!r} is not allowed; the rank of an adapter is a whole number of at least 1.")
     top, base = transformers_model(model)
     modules = list(kwargs.pop("modules_to_save", None) or ())
     modules += position_modules(model)

@@ -29,6 +29,8 @@ class Architecture:
     """Children of an attention module that make queries and keys, each with what its output holds, in order."""
     adapted: tuple[str, ...]
     """Children of an attention module that LoRA adapts unless told otherwise."""
+    checked: str
+    """Config entry of which stock takes only names that it knows (the activation function)."""
     table: str | None = None
     """Path of the trained table of absolute positions."""
     table_buffers: tuple[str, ...] = ()

@@ -76,7 +76,7 @@ def biased_sdpa(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     decodes = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     queries = query.shape[2]
-    causal = decodes and attention_mask is None and queries > 1
+    causal = queries > 1 and attention_mask is None and decodes  # in this order: a traced length makes no bool
     key_positions, hidden = _keys_of(call, key), call.hidden
     if causal and key.shape[2] > queries:  # first tokens of an empty cache of fixed size
         key, value = key[:, :, :queries], value[:, :, :queries]

@@ -26,6 +26,8 @@ RECORD = "hf_posenc"
 VERSION = 1
 PREFIX = "hf_posenc_"
 """What stands before the stock model type of a saved model that needs this package."""
+NOTE = " (patched by hf_posenc: `import hf_posenc`, then open it with an Auto class such as AutoModelForCausalLM)"
+"""What follows a value of the saved config that stock looks up by name, so that stock stops and says this."""
 ATTENTION = "_attn_implementation_internal"
 
 
@@ -130,19 +132,25 @@ def check_record(record: dict[str, Any]) -> dict[str, Any]:
 class NeedsPackage:
     """What a config becomes when stock transformers could not run the model that it describes.
 
-    In life it is the stock config, of the stock model type. On disk it has a model type that stock does not know. And
-    it refuses attention implementations that would drop the bias of the encoding in force.
+    In life it is the stock config, of the stock model type. On disk it has a model type that stock's Auto classes do
+    not know, and one entry that makes stock's own classes stop, which would only warn of the type. And it refuses
+    attention implementations that would drop the bias of the encoding in force.
     """
 
     model_type: str
 
     def to_diff_dict(self) -> dict[str, Any]:
         values = super().to_diff_dict()  # type: ignore[misc]
-        return {**values, "model_type": PREFIX + self.model_type}
+        entry = architectures()[self.model_type].checked
+        return {**values, "model_type": PREFIX + self.model_type, entry: f"{getattr(self, entry)}{NOTE}"}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict({**config_dict, "model_type": cls.model_type}, **kwargs)  # type: ignore[misc]
+        entry = architectures()[cls.model_type].checked
+        values = {**config_dict, "model_type": cls.model_type}
+        if isinstance(values.get(entry), str):
+            values[entry] = values[entry].removesuffix(NOTE)
+        return super().from_dict(values, **kwargs)  # type: ignore[misc]
 
     @property
     def _attn_implementation_internal(self) -> str | None:
@@ -211,7 +219,8 @@ def _same_init(stock: type[PreTrainedConfig]) -> Any:
 class Door:
     """Stands in transformers' registries for a class that is made when it is first used."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.__name__ = name  # pipelines list the classes of a registry by it
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
@@ -223,7 +232,7 @@ class Door:
 def register() -> None:
     """Teach the Auto classes of transformers to open saved models of every registered architecture."""
     for model_type in architectures():
-        door = Door(functools.partial(_config_class, model_type))
+        door = Door(configuration_auto.CONFIG_MAPPING_NAMES[model_type], functools.partial(_config_class, model_type))
         configuration_auto.CONFIG_MAPPING.register(PREFIX + model_type, door, exist_ok=True)  # type: ignore[arg-type]
 
 
@@ -234,8 +243,9 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
 def _register_models(made: type[PreTrainedConfig]) -> None:
     for mapping in vars(modeling_auto).values():
         if isinstance(mapping, auto_factory._LazyAutoMapping) and made.model_type in mapping._model_mapping:
-            name = mapping._model_mapping[made.model_type]
-            door = Door(functools.partial(_model_class, name if isinstance(name, str) else name[0]))
+            names = mapping._model_mapping[made.model_type]
+            name = names if isinstance(names, str) else names[0]
+            door = Door(name, functools.partial(_model_class, name))
             mapping.register(made, door, exist_ok=True)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import importlib
 import math
+import numbers
 import pkgutil
 import typing
 from dataclasses import dataclass
@@ -295,6 +296,9 @@ def check_number(
     value = getattr(encoding, field)
     if optional and value is None:
         return
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's numbers become Python's
+        value = value.item()
+        object.__setattr__(encoding, field, value)
     kind = (int,) if integer else (int, float)
     ok = _is_number(value, kind)
     if not ok or value > high or (value <= low if strict else value < low):

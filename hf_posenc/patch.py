@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ def patch(
     """
     top, base = transformers_model(model)
     architecture = architecture_of(base.config)
+    _check_outermost(top, base, "patched")
     if not isinstance(keep_native, bool):
         raise PatchError(f"keep_native={keep_native!r} is not allowed; it must be True or False.")
     asked = as_encoding(encoding)
@@ -73,6 +75,8 @@ def patch(
     shape = earlier.shape if earlier else _shape_of(base, architecture)
     native = earlier.native if earlier else checkpoint.native_encoding(base.config, architecture)
     if context_length is not None:
+        if hasattr(context_length, "item"):  # numpy's numbers become Python's
+            context_length = context_length.item()
         if not isinstance(context_length, int) or isinstance(context_length, bool) or context_length < 1:
             raise EncodingError(
                 f"context_length={context_length!r} is not allowed; it must be a whole number of tokens above 0."
@@ -109,6 +113,7 @@ def unpatch(model: M) -> M:
     top, base = transformers_model(model)
     journal: Journal | None = base.__dict__.get(JOURNAL)
     if journal is not None:
+        _check_outermost(top, base, "unpatched")
         journal.unwind(model, top, base)
     return model
 
@@ -203,6 +208,32 @@ def transformers_model(model: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
         raise ArchitectureError(f"Expected a transformers model, or a wrapper of one; got {type(model).__name__}.")
     base = seen.base_model
     return seen, base if isinstance(base, PreTrainedModel) else seen
+
+
+def _check_outermost(top: PreTrainedModel, base: PreTrainedModel, what: str) -> None:
+    """Raise where a base model is a part of another transformers model, whose config would not follow.
+
+    Raises:
+        PatchError: naming the outer model.
+    """
+    if top is not base or _outer_class(base) is None:
+        return
+    gc.collect()  # it may be one that nobody holds any more
+    outer = _outer_class(base)
+    if outer is not None:
+        raise PatchError(
+            f"This {type(base).__name__} is part of a {outer}, whose config would know nothing of it: what that saves "
+            f"would open as the unpatched model. The {outer} is what must be {what}."
+        )
+
+
+def _outer_class(base: PreTrainedModel) -> str | None:
+    for thing in gc.get_objects():
+        # By its class, not isinstance: that would wake lazy proxies of other libraries.
+        is_other = PreTrainedModel in type(thing).__mro__ and thing is not base and "_modules" in thing.__dict__
+        if is_other and any(module is base for module in thing.modules()):
+            return type(thing).__name__
+    return None
 
 
 def _plan_of(base: nn.Module) -> Plan | None:

@@ -180,8 +180,11 @@ def sequence_length(length: int | Tensor) -> Iterator[None]:
     Raises:
         ValueError: a length below 1.
     """
-    tensor = torch.as_tensor(length)
-    if tensor.ndim > 1 or tensor.is_floating_point() or bool((tensor < 1).any()):
+    try:
+        tensor = torch.as_tensor(length)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.tensor(0)
+    if tensor.dtype == torch.bool or tensor.ndim > 1 or tensor.is_floating_point() or bool((tensor < 1).any()):
         raise ValueError(
             f"length={length!r} is not allowed; it must be a whole number of tokens of at least 1, or [batch]."
         )

@@ -6,6 +6,7 @@ of a model use their own parts.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,22 @@ HERE = "hf_posenc_here"
 """Keyword argument under which a self-attention module hands its `Call` to the attention function. Cross-attention
 never gets one."""
 
-_TURN = "_hf_posenc_turn"
+_HANDED = "_hf_posenc_handed"
+
+
+def _slot() -> str:
+    """Where a module finds what it was handed for this call: each thread has a place of its own."""
+    return _HANDED if torch.compiler.is_compiling() else f"{_HANDED}_{threading.get_ident()}"
+
+
+def hand(module: nn.Module, value: Any) -> None:
+    """Leave something for the next call of `module` by this thread, whose arguments have no room for it."""
+    module.__dict__[_slot()] = value
+
+
+def take(module: nn.Module) -> Any:
+    """What was handed to `module` for this call, once; None where there is nothing."""
+    return module.__dict__.pop(_slot(), None)
 
 
 class PositionWeights(nn.Module):
@@ -102,7 +118,6 @@ class RotaryTable(nn.Module):
         self._native_amplitude = native_amplitude
         self._stock = stock
         self._speaks = speaks
-        self.lengths: Tensor | None = None
 
     @property
     def attention_scaling(self) -> float:
@@ -127,7 +142,7 @@ class RotaryTable(nn.Module):
         return frequencies
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        lengths, self.lengths = self.lengths, None
+        lengths = take(self)
         if self.plan.resolved.length_dependent and lengths is None:
             lengths = position_ids.amax(-1, keepdim=True) + 1
         angles = _angles(position_ids.to(x.device), self._frequencies(lengths))
@@ -235,7 +250,7 @@ def announce(
     if plan.rotates == "projections":
         turning = rotation(plan, queries, lengths, module.get_input_embeddings().weight.dtype)  # type: ignore[operator,union-attr]
     elif plan.rotates == "table" and lengths is not None:
-        module.get_submodule(str(plan.architecture.rotary)).lengths = lengths  # type: ignore[assignment]
+        hand(module.get_submodule(str(plan.architecture.rotary)), lengths)
     record = None
     if keys is not None or lengths is not None:
         record = Record(keys, lengths if documents is None else None, planned)
@@ -269,7 +284,7 @@ def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             projection = getattr(module, name)
             if turn not in projection._forward_hooks.values():
                 projection.register_forward_hook(turn)
-            projection.__dict__[_TURN] = (call, parts)
+            hand(projection, (call, parts))
     if call.keys is not None:
         kwargs[HERE] = call
     return args, kwargs
@@ -277,7 +292,7 @@ def receive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def turn(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
     """Forward hook of a projection: rotate its queries and keys, before they are cached."""
-    now = module.__dict__.pop(_TURN, None)
+    now = take(module)
     if now is None:  # the inner layer of a wrapped projection
         return None
     call, parts = now

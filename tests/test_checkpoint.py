@@ -16,7 +16,7 @@ import torch
 import transformers
 from encodings_under_test import EVERY, LENGTH, assert_equal, fresh, logits, on, stir
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 from transformers.models.auto import auto_factory
 
 import hf_posenc
@@ -276,18 +276,27 @@ def test_a_pickle_opens_in_a_process_that_has_not_imported_this_package(opened_b
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_the_models_own_class_cannot_open_it_without_a_word(architecture: str, tmp_path: Path, caplog: Any) -> None:
-    """`GPT2LMHeadModel.from_pretrained` builds the plain model: it warns, and this package refuses to go on."""
-    fresh(architecture, "t5").save_pretrained(tmp_path)
-    stock = type(ARCHITECTURES[architecture]())
-    with caplog.at_level("WARNING"):
-        loaded = stock.from_pretrained(tmp_path)
-    said = " ".join(record.getMessage() for record in caplog.records)
-    assert f"model of type `hf_posenc_{architecture}`" in said or f"hf_posenc_{architecture}" in said
-    assert "hf_posenc.buckets" in said  # in the report of unexpected keys
-    for call in (hf_posenc.encoding_of, lambda m: hf_posenc.patch(m, "alibi")):
-        with pytest.raises(hf_posenc.ArchitectureError, match=r"saved patched .* Open it with an Auto class"):
-            call(loaded)
+def test_the_models_own_class_cannot_open_it(architecture: str, tmp_path: Path) -> None:
+    """`GPT2LMHeadModel.from_pretrained` would build the plain model and only warn of the type."""
+    model, plain = fresh(architecture, "t5"), ARCHITECTURES[architecture]()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(KeyError, match=r"import hf_posenc.*Auto class"):
+        type(plain).from_pretrained(tmp_path)
+    entry = hf_posenc.architectures()[architecture].checked
+    loaded = AUTO[architecture].from_pretrained(tmp_path)
+    assert (
+        getattr(loaded.config, entry)
+        == getattr(model.config, entry)
+        == getattr(ARCHITECTURES[architecture]().config, entry)
+    )
+
+
+def test_pipelines_of_patched_and_of_stock_models(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    for model in (fresh("llama", "alibi"), ARCHITECTURES["llama"](), ARCHITECTURES["gpt2"]()):
+        generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        prompt = tokenizer.decode([5, 6, 7])
+        assert generate(prompt, max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith(prompt)
 
 
 # ---------------------------------------------------------------------- what stands in the files

@@ -7,6 +7,8 @@ import inspect
 import io
 import math
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -651,3 +653,39 @@ def test_training_mode_is_kept(architecture: str) -> None:
         model.train(not mode)
         hf_posenc.unpatch(model)
         assert all(m.training != mode for m in model.modules())
+
+
+# ---------------------------------------------------------------------- parts of models, and threads
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_base_model_inside_another_is_refused(architecture: str) -> None:
+    """The outer model's config would not follow, and it would be saved as the plain one."""
+    model = ARCHITECTURES[architecture]()
+    with pytest.raises(ValueError, match=rf"is part of a {type(model).__name__}"):
+        hf_posenc.patch(model.base_model, "alibi")
+    hf_posenc.patch(model, "dynamic_ntk:factor=4")
+    with pytest.raises(ValueError, match=rf"The {type(model).__name__} is what must be unpatched"):
+        hf_posenc.unpatch(model.base_model)
+    assert torch.isfinite(model(IDS).logits).all()
+    alone = ARCHITECTURES[architecture]().base_model  # nobody holds the rest any more
+    assert hf_posenc.encoding_of(hf_posenc.patch(alone, "alibi")).name == "alibi"
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", ["rope:interleaved=true", "dynamic_ntk:factor=4"])
+def test_threads_do_not_get_each_others_positions(architecture: str, name: str) -> None:
+    model = hf_posenc.patch(ARCHITECTURES[architecture](), name)
+    inputs = [tokens(length) for length in (9, 20, 31, 60)]
+    with torch.no_grad():
+        alone = [model(ids).logits for ids in inputs]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            with ThreadPoolExecutor(len(inputs)) as pool:
+                together = list(pool.map(lambda ids: [model(ids).logits for _ in range(15)], inputs))
+        finally:
+            sys.setswitchinterval(interval)
+    for expected, found in zip(alone, together, strict=True):
+        for logits_found in found:
+            assert_equal(logits_found, expected)

@@ -7,6 +7,7 @@ ARCHITECTURE = Architecture(
     attention="encoder.layer.*.attention.self",
     projections=(("query", ("query",)), ("key", ("key",))),
     adapted=("query", "key", "value"),
+    checked="hidden_act",
     table="embeddings.position_embeddings",
     table_buffers=("embeddings.position_ids", "embeddings.token_type_ids"),
     causal="is_decoder",

@@ -7,5 +7,6 @@ ARCHITECTURE = Architecture(
     attention="h.*.attn",
     projections=(("c_attn", ("query", "key", "value")),),
     adapted=("c_attn",),
+    checked="activation_function",
     table="wpe",
 )

@@ -7,5 +7,6 @@ ARCHITECTURE = Architecture(
     attention="layers.*.self_attn",
     projections=(("q_proj", ("query",)), ("k_proj", ("key",))),
     adapted=("q_proj", "k_proj", "v_proj", "o_proj"),
+    checked="hidden_act",
     rotary="rotary_emb",
 )
