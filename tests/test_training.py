@@ -648,6 +648,36 @@ def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytes
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("bert", [], "bert sees both sides: give --objective mlm"),
+        ("llama", ["--objective", "mlm"], "llama is a decoder: use --objective causal"),
+        ("gpt2", ["--block_length", "100"], "give --context_length 100, and give --encoding learned (or alibi, rope"),
+        ("gpt2", ["--context_length", "100"], "give --encoding learned (or alibi, rope"),
+    ],
+)
+def test_what_the_model_cannot_do_ends_with_status_2(
+    saved: Callable[..., str],
+    text: str,
+    tmp_path: Path,
+    name: str,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["--use_cpu", "--report_to", "none", "--model", saved(name), "--train_text", text, "--max_steps", "1"]
+    assert main([*line, "--output_dir", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_patched_encoder_is_still_one(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    patch(load_model(saved("bert"), task="masked")[0], "rope").save_pretrained(tmp_path / "patched")
+    with pytest.raises(ValueError, match="bert sees both sides"):
+        finetune(arguments(tmp_path / "out", "--model", str(tmp_path / "patched"), "--train_text", text))
+
+
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = tmp_path / "experiment.yaml"
     experiment.write_text("model: m\nencodng: yarn\n", encoding="utf-8")

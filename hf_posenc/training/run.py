@@ -171,8 +171,10 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
 def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Setup:
     from hf_posenc.architecture import architecture_of
     from hf_posenc.checkpoint import pretrained_length
+    from hf_posenc.encoding import EncodingError
     from hf_posenc.patch import encoding_of, patch
 
+    _check_objective(ours)
     model, tokenizer = _load(ours, training)
     if ours.attn_implementation is not None:
         model.set_attn_implementation(ours.attn_implementation)
@@ -182,7 +184,16 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
     else:
         trained = pretrained_length(model.config, architecture_of(model.config))
         wanted = ours.encoding if ours.encoding is not None else encoding_of(model)
-        patch(model, wanted, context_length=ours.context_length, keep_native=ours.native_weight_schedule is not None)
+        keep = ours.native_weight_schedule is not None
+        try:
+            patch(model, wanted, context_length=ours.context_length, keep_native=keep)
+        except EncodingError as error:
+            if ours.encoding is not None:
+                raise
+            raise ValueError(
+                f"--context_length {ours.context_length} does not go with the model's own encoding, {wanted}: "
+                f"{_encoding_needed(model)} with it."
+            ) from error
         found = encoding_of(model)
         if context_parts(training) > 1:
             _check_context_parallel(found, ours)
@@ -204,8 +215,8 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         )
     if block > length:
         raise ValueError(
-            f"--block_length {block} is longer than the {length} tokens that the model takes: "
-            f"give --context_length {block}."
+            f"--block_length {block} is longer than the {length} tokens that the model takes: give --context_length "
+            f"{block}" + (f", and {_encoding_needed(model)} with it." if ours.encoding is None else ".")
         )
     if ours.eval_lengths and max(ours.eval_lengths) > length and ours.encoding is None:
         raise ValueError(
@@ -214,6 +225,56 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
     if tokenizer.model_max_length < length or ours.context_length is not None:
         tokenizer.model_max_length = length
     return _Setup(model, tokenizer, encoding, record, trained, length, block, getattr(model.config, "use_cache", None))
+
+
+def _check_objective(ours: FinetuneArguments) -> None:
+    """Raise where a model would learn to copy what it sees, or has no way to fill in words; before it is loaded."""
+    config = _config(ours)
+    if config is None:
+        return
+    causal = _is_causal(config)
+    name = str(config.model_type).removeprefix("hf_posenc_")
+    if causal is False and ours.objective == "causal":
+        raise ValueError(f"{name} sees both sides: give --objective mlm.")
+    if causal is True and ours.objective == "mlm":
+        raise ValueError(f"{name} is a decoder: use --objective causal.")
+
+
+def _config(ours: FinetuneArguments) -> Any:
+    """The config alone; None where there is none to be found, of which the loading of the model says more."""
+    import transformers
+
+    import hf_posenc  # noqa: F401  (teaches transformers the configs of patched models)
+
+    source = Path(str(ours.model if ours.model is not None else ours.from_scratch)).expanduser()
+    try:
+        if source.suffix.lower() == ".gguf":
+            return transformers.AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
+        return transformers.AutoConfig.from_pretrained(str(source))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_causal(config: Any) -> bool | None:
+    """Whether a token sees only its past; None for a family of which that is not known."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    from hf_posenc.architecture import architectures
+
+    family = str(config.model_type).removeprefix("hf_posenc_")
+    row = architectures().get(family)
+    if row is not None:
+        return bool(getattr(config, row.causal)) if isinstance(row.causal, str) else row.causal
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    return True
+
+
+def _encoding_needed(model: Any) -> str:
+    """What to give where the encoding that a model has does not reach a length."""
+    return "give --encoding " + ("learned (or alibi, rope, ...)" if _has_table(model) else "yarn (or ntk, linear, ...)")
 
 
 def _has_table(model: Any) -> bool:
