@@ -20,7 +20,17 @@ from pathlib import Path
 if importlib.util.find_spec("hf_posenc") is None:  # run from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_posenc.training import main
+
+def run() -> int:
+    """The exit status. The imports take seconds, and may be interrupted like everything after them."""
+    try:
+        from hf_posenc.training import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("finetune: interrupted before it began.", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())
