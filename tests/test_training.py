@@ -550,6 +550,24 @@ def test_fading_ends_where_only_the_new_encoding_is_left(saved: Callable[..., st
     torch.testing.assert_close(there, shifted, atol=1e-4, rtol=0)  # a native table would see the shift
 
 
+def test_lengths_beyond_a_native_table_are_measured_once_it_is_silent(
+    saved: Callable[..., str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["--model", saved("gpt2"), "--encoding", "alibi", "--train_text", text, "--eval_text", text]
+    options += ["--context_length", "64", "--eval_strategy", "steps", "--eval_steps", "1", "--max_steps", "3"]
+    caplog.set_level("INFO", "hf_posenc")
+    result = finetune(
+        arguments(tmp_path / "out", *options, "--native_weight_schedule", "linear:2", "--save_steps", "3")
+    )
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
+    measured = {row["step"]: "eval_perplexity_64" in row for row in state["log_history"] if "eval_loss" in row}
+    assert measured == {1: False, 2: True, 3: True}
+    assert math.isfinite(result.metrics["eval_perplexity_64"])
+    assert "64 tokens are not measured while the native table, of 32 rows, fades" in caplog.text
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["hf_posenc"]["keep_native"] and config["hf_posenc"]["native_weight"] == 0.0
+
+
 def test_fading_schedules() -> None:
     linear = Fading.parse("linear:1000")
     assert [linear.weight(step) for step in (0, 250, 1000, 2000)] == [1.0, 0.75, 0.0, 0.0]

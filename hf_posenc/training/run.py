@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -425,7 +425,8 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
         samples = TrainingBlocks(blocks, Preparation(training.seed, "cut", masking=_masking(ours, setup)))
         return _fill_in(samples, Collator(_pad_id(setup.tokenizer), "cut"), training.per_device_eval_batch_size)
     lengths = sorted(set(ours.eval_lengths or [min(setup.block_length, setup.trained_length), setup.context_length]))
-    check_length(setup.model, "eval_lengths", lengths[-1])
+    with _as_faded(setup.model):
+        check_length(setup.model, "--eval_lengths", lengths[-1])
     documents = tokenize_documents(
         load_documents(ours.eval_text, text_field=ours.text_field),
         setup.tokenizer,
@@ -445,14 +446,15 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
     def measure(model: nn.Module, distributed: bool | None, longest: int | None) -> dict[str, float]:
         from hf_posenc.evaluation import perplexity
 
-        found, loss = {}, math.nan
+        found = {}
         for length in lengths:
             if longest is not None and length > longest:
+                logger.info("%d tokens are not measured while the native table, of %d rows, fades.", length, longest)
                 continue
             result = perplexity(model, chosen, window=length, progress=False, distributed=distributed)
             found[f"perplexity_{length}"] = result.perplexity
-            loss = result.mean_nll
-        return {"loss": loss, **found}
+            found["loss"] = result.mean_nll
+        return found
 
     return measure
 
@@ -498,10 +500,24 @@ def _measurement(
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         # Processes that hold parts of the weights must all make the same calls, and only of the whole model.
         model: nn.Module = _Whole(wrapped) if sharded else trainer.accelerator.unwrap_model(wrapped)
-        with trainer.accelerator.autocast():
+        with trainer.accelerator.autocast(), contextlib.nullcontext() if fades else _as_faded(model):
             return measure(model, False if sharded else None, limit if fades else None)
 
     return run
+
+
+@contextlib.contextmanager
+def _as_faded(model: nn.Module) -> Iterator[None]:
+    """Within, a model's record says nothing of a native table that was kept in it: once silent, it limits no length."""
+    record = getattr(getattr(model, "config", None), "hf_posenc", None)
+    kept = isinstance(record, dict) and record.get("keep_native")
+    if kept:
+        record["keep_native"] = False  # type: ignore[index]
+    try:
+        yield
+    finally:
+        if kept:
+            record["keep_native"] = kept  # type: ignore[index]
 
 
 class _Whole(nn.Module):
