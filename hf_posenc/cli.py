@@ -49,6 +49,22 @@ class Command(click.Command):
             raise click.ClickException(str(error)) from error
         except ValueError as error:
             raise click.UsageError(str(error)) from error
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            text = str(error).strip()
+            if _means_full_disk(error):
+                raise click.ClickException(f"The disk is full; nothing was left half-written. ({text})") from error
+            first = f": {text.splitlines()[0]}" if text else ""
+            raise click.ClickException(
+                f"{type(error).__name__}{first}\nWhere it came from: hf-posenc --traceback {ctx.info_name} ..."
+            ) from error
+
+
+def _means_full_disk(error: Exception) -> bool:
+    """True where a library in Rust (safetensors, tokenizers) met a full disk, which it tells in words only."""
+    text = str(error)
+    return os.strerror(errno.ENOSPC) in text or f"os error {errno.ENOSPC})" in text
 
 
 class Group(click.Group):
@@ -271,7 +287,8 @@ def patch(
         loaded, tokenizer = _load(model, dtype, device)
         hf_posenc.patch(loaded, encoding, context_length=context_length, keep_native=keep_native)
         loaded.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     click.echo(f"{hf_posenc.encoding_of(loaded)} -> {output}")
 
 
@@ -570,11 +587,12 @@ def _no_loading_bars() -> None:
 
 
 def _load(model: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
+    """(model, its tokenizer or None): what these commands do needs none."""
     from hf_posenc.models import load_model
 
     if not sys.stderr.isatty():
         _no_loading_bars()
-    return load_model(model, dtype, _device(device))
+    return load_model(model, dtype, _device(device), tokenizer=False)
 
 
 def _device(device: str | None) -> str:

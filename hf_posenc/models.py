@@ -11,10 +11,22 @@ from typing import Any
 from torch import nn
 
 TASKS = ("causal", "masked", "features")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *(
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "sentencepiece.model",
+        "vocab.model",
+        "tekken.json",
+        "special_tokens_map.json",
+    ),
+)
+"""A folder with none of these has no tokenizer; transformers would make up an empty one."""
 
 
 def load_model(
-    source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal"
+    source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal", tokenizer: bool = True
 ) -> tuple[Any, Any]:
     """Load a pretrained model with its tokenizer, ready to be patched, trained, evaluated and saved.
 
@@ -25,13 +37,16 @@ def load_model(
             (the checkpoint's own) elsewhere.
         device_map: as in transformers' `from_pretrained`; None loads to the CPU.
         task: "causal" (language model), "masked" (fill-in encoder) or "features" (encoder without a head).
+        tokenizer: False takes a model without a tokenizer too, and gives None for one that is not there.
 
     Returns:
         (model in evaluation mode, tokenizer).
 
     Raises:
-        ValueError: nothing at `source`, a folder without a model, or an unknown `dtype` or `task`.
+        ValueError: nothing at `source`, a folder without a model or (unless `tokenizer` is False) a tokenizer, weights
+            that are damaged, missing, or of other sizes than the config says, or an unknown `dtype` or `task`.
     """
+    import torch
     import transformers
 
     _import_plugin()
@@ -45,28 +60,99 @@ def load_model(
     options: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     dtype = _as_dtype(dtype)
     kind, path = _find(source)
+    where = str(source) if path is None else str(path)
+    if kind == "adapter":
+        assert path is not None
+        model, found = _load_adapter(path, dtype, device_map, task, tokenizer)
+        return model.eval(), found
     if kind == "gguf":
         assert path is not None
-        import torch
-
-        folder, name = str(path.parent), path.name
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        where, options["gguf_file"] = str(path.parent), path.name
         options["dtype"] = torch.float32 if dtype in (None, "auto") else dtype
-        model = auto.from_pretrained(folder, gguf_file=name, **options)
+    elif dtype is not None:
+        options["dtype"] = dtype
+    found = _tokenizer_of(
+        source, kind, path, needed=tokenizer
+    )  # first: it takes a moment, the weights may take minutes
+    try:
+        model, loading = auto.from_pretrained(where, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except _unreadable() as error:
+        raise ValueError(f"Cannot load a model from {str(source)!r}: {_in_a_line(error)}") from error
+    if kind == "gguf":
         _forget_quantization(model)
-    elif kind == "adapter":
+    _refuse_missing(source, loading, task)
+    return model.eval(), found
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """What the libraries below raise on files that are missing, cut off, or not what their name says."""
+    import pickle
+    import struct
+
+    from safetensors import SafetensorError
+
+    mine = (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, EOFError)
+    return (*mine, struct.error, SafetensorError, pickle.UnpicklingError)
+
+
+def _in_a_line(error: Exception) -> str:
+    """An error's message without its traceback or advice."""
+    import re
+
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if "ignore_mismatched_sizes" in str(error):
+        return "weights in the checkpoint have other sizes than its config.json says."
+    return text if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {text}"
+
+
+def _refuse_missing(source: str | Path, loading: dict[str, Any], task: str) -> None:
+    """Refuse weights that the checkpoint lacks: the model would run with random ones, and every number be noise."""
+    missing = sorted(loading.get("missing_keys") or ())
+    if missing and task != "features":  # a plain encoder may lack its pooler, which nothing here reads
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"Cannot load a model from {str(source)!r}: the checkpoint lacks weights of this model"
+            f" ({', '.join(missing[:3])}{more}); they would be random. Is it complete, and a {task} language model?"
+        )
+
+
+def _tokenizer_of(source: str | Path, kind: str, path: Path | None, needed: bool = True) -> Any:
+    """The tokenizer, or None where it is not `needed` and there is none."""
+    import transformers
+
+    where = str(source) if path is None else str(path)
+    options: dict[str, Any] = {}
+    if kind == "gguf":
         assert path is not None
-        model, tokenizer = _load_adapter(path, dtype, device_map, task)
-    else:
-        if dtype is not None:
-            options["dtype"] = dtype
-        where = str(source) if path is None else str(path)
+        where, options["gguf_file"] = str(path.parent), path.name
+    elif kind == "folder" and path is not None and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        if not needed:
+            return None
+        raise ValueError(
+            f"Cannot load a tokenizer from {where!r}: the folder has no tokenizer files. Copy those of the model it was"
+            " made from (tokenizer.json, tokenizer_config.json) into it."
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(where, **options)
+    except Exception as error:  # the Rust tokenizers raise a bare one on a file they cannot read
+        if kind == "hub" and not needed:
+            return None
+        raise ValueError(
+            f"Cannot load a tokenizer from {str(source)!r}: {_in_a_line(error)}{_broken_json(path)}"
+        ) from error
+
+
+def _broken_json(path: Path | None) -> str:
+    """Names the tokenizer file that is no JSON, which the error of the reader does not."""
+    for file in sorted(path.glob("*token*.json")) if path is not None and path.is_dir() else ():
         try:
-            model = auto.from_pretrained(where, **options)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where)
-        except OSError as error:
-            raise ValueError(f"Cannot load a model from {where!r}: {str(error).splitlines()[0]}") from error
-    return model.eval(), tokenizer
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return f" ({file} is damaged)"
+    return ""
 
 
 def _find(source: str | Path) -> tuple[str, Path | None]:
@@ -76,6 +162,9 @@ def _find(source: str | Path) -> tuple[str, Path | None]:
     if text.lower().endswith(".gguf"):
         if not path.is_file():
             raise ValueError(f"There is no file {text!r}. A .gguf model is given as the path of its file.")
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{text!r} is not a GGUF file: it is {_what(path)}.")
         return "gguf", path.resolve()
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
@@ -92,21 +181,27 @@ def _find(source: str | Path) -> tuple[str, Path | None]:
     return "hub", None
 
 
-def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> tuple[Any, Any]:
+def _what(path: Path) -> str:
+    return "empty" if path.stat().st_size == 0 else "cut off or something else (it does not begin with 'GGUF')"
+
+
+def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str, needed: bool) -> tuple[Any, Any]:
     try:
         from hf_posenc.adapters import load_adapter
     except ImportError as error:
         raise ValueError(f"{str(path)!r} is a PEFT adapter; install peft to load it.") from error
-    import transformers
-
     settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     base = settings.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{path / 'adapter_config.json'} names no base model (base_model_name_or_path).")
-    model, tokenizer = load_model(base, dtype, device_map, task=task)
-    model = load_adapter(model, path)
-    if (path / "tokenizer_config.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(path))
+    own = (path / "tokenizer_config.json").is_file()
+    model, tokenizer = load_model(base, dtype, device_map, task=task, tokenizer=needed and not own)
+    try:
+        model = load_adapter(model, path)
+    except _unreadable() as error:
+        raise ValueError(f"Cannot load an adapter from {str(path)!r}: {_in_a_line(error)}") from error
+    if own:
+        tokenizer = _tokenizer_of(path, "adapter", path)
     return model, tokenizer
 
 
@@ -148,20 +243,11 @@ def load_tokenizer(source: str | Path) -> Any:
     Raises:
         ValueError: nothing at `source`, or no tokenizer in it.
     """
-    import transformers
-
     kind, path = _find(source)
-    if kind == "gguf":
-        assert path is not None
-        return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     if kind == "adapter" and path is not None and not (path / "tokenizer_config.json").is_file():
         settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         return load_tokenizer(settings["base_model_name_or_path"])
-    where = str(source) if path is None else str(path)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(where)
-    except OSError as error:
-        raise ValueError(f"Cannot load a tokenizer from {where!r}: {str(error).splitlines()[0]}") from error
+    return _tokenizer_of(source, kind, path)
 
 
 def fingerprint(source: str | Path) -> str:

@@ -11,7 +11,14 @@ _TABLES = frozenset(
     {"gpt2", "bert", "distilbert", "electra", "opt", "gpt_neo", "gpt_bigcode", "xlm", "albert", "openai-gpt"}
 )
 # Families that see both sides unless their config says is_decoder.
-_ENCODERS = frozenset({"bert", "electra", "roberta", "xlm-roberta", "camembert", "ernie", "roformer"})
+_ENCODERS = frozenset(
+    {"bert", "electra", "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "ernie", "roformer", "rembert"}
+    | {"megatron-bert", "data2vec-text", "big_bird", "roberta-prelayernorm", "xmod", "bert-generation"}
+)
+# Families whose table keeps rows up to the padding token's free: a table of 514 rows takes 512 tokens.
+_PADDED_TABLES = frozenset(
+    {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod"}
+)
 
 
 def text_config(model: nn.Module) -> Any:
@@ -56,6 +63,9 @@ def hard_limit(model: nn.Module) -> tuple[int, str] | None:
             return rows, f"the native table that the patch kept in this model ({kind}) has {rows} rows"
         return None
     rows = context_length(model)
+    if kind in _PADDED_TABLES and rows is not None:
+        free = (getattr(config, "pad_token_id", None) or 0) + 1
+        return rows - free, f"the position table of this model ({kind}) has {rows} rows, {free} of them reserved"
     if kind in _TABLES and rows is not None:
         return rows, f"the position table of this model ({kind}) has {rows} rows"
     return None
@@ -67,13 +77,12 @@ def check_causal(model: nn.Module) -> None:
     config, name = text_config(inner), type(inner).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} is an encoder-decoder; perplexity needs a causal language model.")
-    if name.endswith("ForMaskedLM") or (name.endswith("LMHeadModel") and getattr(config, "is_decoder", True) is False):
-        if getattr(config, "model_type", None) not in _ENCODERS and not name.endswith("ForMaskedLM"):
-            return  # GPT-2 and its like have the field and do not need it
+    # GPT-2 and its like have the field is_decoder and do not need it.
+    encoder = getattr(config, "model_type", None) in _ENCODERS and getattr(config, "is_decoder", True) is False
+    if name.endswith("ForMaskedLM") or encoder:
         raise ValueError(
             f"model: {name} sees both sides of a token, so that its perplexity would be that of a model that knows"
-            " the answer."
-            " Use pseudo_perplexity."
+            " the answer. Use pseudo_perplexity, or definition='pseudo' of hf_posenc.evaluation.evaluate."
         )
 
 

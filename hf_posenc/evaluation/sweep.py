@@ -133,6 +133,13 @@ def evaluate(
             'definition="pseudo" is for encoders, which have no sliding windows and write no answers; leave stride and'
             " passkey_trials out."
         )
+    if stride is not None:
+        check_int("stride", stride, low=1, why="it is the number of tokens between windows")
+        if stride > max(lengths):
+            raise ValueError(
+                f"stride={stride} is not allowed; it may be at most the longest length ({max(lengths)}), or tokens"
+                " would be skipped."
+            )
     check_int("passkey_trials", passkey_trials, low=0, why="it is the number of passkeys for each length and depth")
     folder = _output_folder(output)
     processes = Processes.find()
@@ -294,6 +301,8 @@ class _Source:
             self._model, _ = load_model(
                 self._where, self._given_dtype, self._device or _first_device(), task=self._task
             )
+            if self._task == "causal":
+                limits.check_causal(self._model)
         return self._model
 
     @property
@@ -521,8 +530,10 @@ def _read(
         check_int("max_tokens", max_tokens, low=longest, why="it must hold at least one block of the longest length")
     sources = [str(texts)] if isinstance(texts, (str, Path)) else [str(item) for item in texts]
     if documents is None:
-        if not sources:
-            raise ValueError("texts is empty; name a text file, a folder of them, or a data set.")
+        if not sources or not all(source.strip() for source in sources):
+            raise ValueError(
+                "texts names nothing ('--text' is empty); name a text file, a folder of them, or a data set."
+            )
         documents = _load_texts(sources, tokenizer)
     elif sources:
         raise ValueError("texts and documents are both given; give one of them.")
