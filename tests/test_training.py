@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -478,9 +479,50 @@ def test_the_saved_folder_opens_and_tells_its_story(saved: Callable[..., str], t
     card = (output / "README.md").read_text(encoding="utf-8")
     for fact in ("license: mit", "`alibi`", "64 tokens (pretrained with 32)", text, "finetune it", "perplexity_64"):
         assert fact in card
+    assert "import hf_posenc" in card and "stride of L // 2" in card and "end-of-text token last" in card
+    for line in ("Perplexity at 16 tokens: ", "Perplexity at 64 tokens: ", f"hf-posenc evaluate {output} --encoding"):
+        assert line in result.summary
     assert not list(output.glob(".*"))
     record = json.loads((output / "finetune.json").read_text(encoding="utf-8"))
     assert record["finished"] and record["data"]["documents"] == 40
+    assert record["evaluation"] in card
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        (
+            [],
+            [
+                "from transformers import AutoModelForCausalLM",
+                "",
+                'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+            ],
+        ),
+        (
+            ["--lora", "true", "--merge", "false"],
+            ["from hf_posenc.models import load_model", "", 'model, tokenizer = load_model("FOLDER/adapter")'],
+        ),
+    ],
+)
+def test_the_card_and_the_last_lines_hold_commands(
+    saved: Callable[..., str],
+    text: str,
+    tmp_path: Path,
+    options: list[str],
+    lines: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A yarn LLaMA is stock transformers' own: the card asks for nothing more to open it."""
+    output = tmp_path / "out"
+    line = ["--model", saved("llama"), "--encoding", "yarn", "--context_length", "64", "--train_text", text]
+    line += ["--use_cpu", "--report_to", "none", "--max_steps", "1", "--output_dir", str(output), *options]
+    assert main(line) == 0
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(["```python", *lines, "```"]) in card
+    assert f"```\nhf-posenc finetune {shlex.join(line)}\n```" in card
+    said = capsys.readouterr().out
+    assert f"Next: hf-posenc {'merge' if options else 'evaluate'} {output}" in said
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,17 @@ def model_card(
     evaluations: Sequence[Mapping[str, Any]],
     training: Mapping[str, Any],
     base_folder: Path | None,
+    saved_in: Path,
+    measured: str | None = None,
     tags: Sequence[str] = (),
 ) -> str:
-    """README.md of the adapted model."""
+    """README.md of the adapted model.
+
+    Args:
+        command: how to make it again; empty where it was made from Python.
+        saved_in: the folder with what was saved, which decides how it is opened.
+        measured: how the numbers of `evaluations` were made.
+    """
     license_name = _license(base_folder)
     head = ["---", "library_name: transformers", f"base_model: {json.dumps(base)}"]
     if license_name:
@@ -125,15 +133,28 @@ def model_card(
             cells = [f"{row[key]:.4g}" if isinstance(row.get(key), float) else str(row.get(key, "")) for key in keys]
             body.append(f"| {row['step']} | " + " | ".join(cells) + " |")
         body.append("")
-    body += ["## Use", "", "```python", "import hf_posenc  # noqa: F401  (teaches transformers the encoding)"]
-    body += ["from transformers import AutoModelFor" + ("CausalLM" if objective == "causal" else "MaskedLM"), ""]
-    body += [
-        f"model = AutoModelFor{'CausalLM' if objective == 'causal' else 'MaskedLM'}.from_pretrained(FOLDER)",
-        "```",
-        "",
-    ]
-    body += ["## Made with", "", "```", command, "```", ""]
+        if measured:
+            body += [measured, ""]
+    body += ["## Use", "", "```python", *_opening(saved_in, objective), "```", ""]
+    if command:
+        body += ["## Made with", "", "```", command, "```", ""]
     return "\n".join([*head, *body])
+
+
+def _opening(folder: Path, objective: str) -> list[str]:
+    """Lines of Python that open what was saved. hf_posenc is in them only where stock transformers needs it."""
+    config = _read(folder / "config.json")
+    if config is None:
+        task = "" if objective == "causal" else ', task="masked"'
+        return [
+            "from hf_posenc.models import load_model",
+            "",
+            f'model, tokenizer = load_model("FOLDER/adapter"{task})',
+        ]
+    auto = "AutoModelForCausalLM" if objective == "causal" else "AutoModelForMaskedLM"
+    patched = str(config.get("model_type")).startswith("hf_posenc_")
+    taught = ["import hf_posenc  # noqa: F401  (teaches transformers the encoding)"] if patched else []
+    return [*taught, f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("FOLDER")']
 
 
 def _by_number(key: str) -> tuple[str, int]:

@@ -44,6 +44,8 @@ from hf_posenc.training.trainer import LongContextTrainer, NonFiniteLossError
 
 logger = logging.getLogger(__name__)
 
+PROGRAM = "hf-posenc finetune"
+"""The command line that is there wherever this package is installed."""
 STOPPED = 143
 """Exit status of a run that SIGTERM ended, as shells count it: 128 + 15."""
 
@@ -61,6 +63,8 @@ class FinetuneResult:
     """True where a signal ended it: a checkpoint was saved, the model was not."""
     plan: str = ""
     """What would happen or happened, for people."""
+    summary: str = ""
+    """The results, where they are and what to do next, for people; empty where nothing was saved."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,14 @@ class _Setup:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 130 or 143 stopped."""
-    arguments = parse_arguments(argv)
-    if arguments.training.process_index == 0:
-        logging.basicConfig(format="%(message)s", level=logging.WARNING)
-        logging.getLogger("hf_posenc").setLevel(logging.INFO)
-    command = "finetune " + shlex.join(sys.argv[1:] if argv is None else argv)
+    # Under the script, the name it was started by would put a folder of this machine on the card.
+    program = "accelerate launch scripts/finetune.py" if Path(sys.argv[0]).name == "finetune.py" else PROGRAM
+    command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}"
     try:
+        arguments = parse_arguments(argv)
+        if arguments.training.process_index == 0:
+            logging.basicConfig(format="%(message)s", level=logging.WARNING)
+            logging.getLogger("hf_posenc").setLevel(logging.INFO)
         result = finetune(arguments, command=command)
     except ValueError as error:
         print(f"finetune: error: {error}", file=sys.stderr)
@@ -97,8 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NonFiniteLossError, OSError) as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 1
-    if arguments.training.process_index == 0 and arguments.ours.dry_run:
-        print(result.plan)
+    if arguments.training.process_index == 0:
+        said = result.plan if arguments.ours.dry_run else result.summary
+        print(said, end="\n" if said else "")
     return STOPPED if result.stopped else 0
 
 
@@ -162,7 +169,8 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
     if measured is not None:
         metrics |= trainer.evaluate()
     _save(trainer, ours, setup, report, metrics, asked, command or "")
-    return FinetuneResult(folder, done.global_step, metrics, plan=plan)
+    summary = _summary(ours, folder, setup.context_length, done.global_step, metrics)
+    return FinetuneResult(folder, done.global_step, metrics, plan=plan, summary=summary)
 
 
 # ---------------------------------------------------------------------- the model
@@ -606,6 +614,47 @@ def _plan_text(
     return "\n".join(f"{name + ':':<19}{text}" for name, text in lines)
 
 
+def _summary(ours: FinetuneArguments, folder: Path, context_length: int, steps: int, metrics: dict[str, float]) -> str:
+    """What came of it, for the end of the output."""
+    lines = [
+        f"Trained {steps} steps" + (f", mean loss {metrics['train_loss']:.4f}." if "train_loss" in metrics else ".")
+    ]
+    measured = [(key.rpartition("_")[2], value) for key, value in metrics.items() if key.startswith("eval_perplexity_")]
+    lines += [f"Perplexity at {length} tokens: {value:,.4g}" for length, value in measured]
+    if not measured and "eval_loss" in metrics:
+        lines.append(f"Loss on --eval_text: {metrics['eval_loss']:.4f}")
+    unmerged = ours.lora and (ours.qlora or not ours.merge)
+    saved = folder / "adapter" if unmerged else folder
+    lines.append(f"{'Adapter' if unmerged else 'Model'}: {saved}   (how it was made: {folder / 'README.md'})")
+    if unmerged:
+        lines.append(f"Next: hf-posenc merge {shlex.quote(str(saved))} --output DIR")
+    else:
+        definition = " --definition pseudo" if ours.objective == "mlm" else ""
+        what = f"--text FILE --lengths {context_length}{definition}"
+        lines.append(f"Next: hf-posenc evaluate {shlex.quote(str(saved))} --encoding saved {what} --output DIR")
+    return "\n".join(lines)
+
+
+def _how_measured(ours: FinetuneArguments, tokenizer: Any) -> str | None:
+    """What the numbers on --eval_text mean; None where there are none."""
+    if not ours.eval_text:
+        return None
+    text = ", ".join(ours.eval_text)
+    if ours.objective == "mlm":
+        return (
+            f"loss: mean over the masked words ({ours.mlm_probability:.0%} of the tokens, the same in every "
+            f"evaluation) of {text}, in nats."
+        )
+    end = ", its end-of-text token last" if tokenizer.eos_token_id is not None else ""
+    return (
+        "perplexity_L: definition strided, windows of L tokens at a stride of L // 2, each token but a document's first "
+        f"scored once, over the first {ours.eval_tokens:,} tokens of {text}, each document with the tokenizer's special "
+        f"tokens around it{end}. loss: the mean at the longest L measured, in nats. "
+        "`hf-posenc evaluate` has other columns: its length L holds only the targets with L/2 to L - 1 tokens before "
+        "them. Compare numbers from one of the two only."
+    )
+
+
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
@@ -656,7 +705,10 @@ def _save(
         unique = list({row["step"]: row for row in rows}.values())
         base = ours.model or f"new from {ours.from_scratch}"
         args = trainer.args
+        measured = _how_measured(ours, setup.tokenizer)
         card = model_card(
+            saved_in=temporary,
+            measured=measured,
             base=base,
             encoding=setup.encoding,
             trained_length=setup.trained_length,
@@ -682,7 +734,13 @@ def _save(
         move_whole(temporary, target)
         record = {"settings": asked, "finished": True, "training": args.to_sanitized_dict(), "metrics": metrics}
         write_record(
-            target, {**record, "data": report.to_dict() if report else None, "encoding": setup.encoding_record}
+            target,
+            {
+                **record,
+                "data": report.to_dict() if report else None,
+                "encoding": setup.encoding_record,
+                "evaluation": measured,
+            },
         )
         if args.push_to_hub:
             trainer.push_to_hub(commit_message="Long-context fine-tuning")
