@@ -647,8 +647,8 @@ def _how_measured(ours: FinetuneArguments, tokenizer: Any) -> str | None:
         )
     end = ", its end-of-text token last" if tokenizer.eos_token_id is not None else ""
     return (
-        "perplexity_L: definition strided, windows of L tokens at a stride of L // 2, each token but a document's first "
-        f"scored once, over the first {ours.eval_tokens:,} tokens of {text}, each document with the tokenizer's special "
+        "perplexity_L: definition strided, windows of L tokens at a stride of L // 2, each token scored once "
+        f"(a document's first never), over the first {ours.eval_tokens:,} tokens of {text}, each with the tokenizer's special "
         f"tokens around it{end}. loss: the mean at the longest L measured, in nats. "
         "`hf-posenc evaluate` has other columns: its length L holds only the targets with L/2 to L - 1 tokens before "
         "them. Compare numbers from one of the two only."
