@@ -27,6 +27,15 @@ NATIVE, SAVED = "native", "saved"
 """Among encodings to evaluate: the unpatched model, and the model as it was saved."""
 
 
+def _version() -> str:
+    """The package's version, read from its source: it need not be installed, nor be imported, which is slow."""
+    import re
+
+    source = Path(__file__).with_name("__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "(.+)"', source, re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
 class Command(click.Command):
     """A command that tells errors in a line: a bad argument exits with 2, anything else that went wrong with 1."""
 
@@ -175,7 +184,7 @@ context_option = click.option(
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="hf-posenc", message="%(prog)s %(version)s")
+@click.version_option(_version(), message="%(prog)s %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error came from (for reporting a bug).")
 def main(traceback: bool) -> None:
     """Swap the position encoding of a pretrained Hugging Face model, adapt it to a longer context, measure what that
@@ -511,7 +520,8 @@ def merge(adapter: str, output: Path, base: str | None, dtype: str | None) -> No
     """
     from hf_posenc.training.merge import merge as merge_adapter
 
-    merge_adapter(adapter, output, dtype=dtype, base=base)
+    with no_empty_folders(output):
+        merge_adapter(adapter, output, dtype=dtype, base=base)
     click.echo(f"{adapter} -> {output}")
 
 
@@ -552,16 +562,34 @@ def whole_folder(output: Path) -> Iterator[Path]:
         raise ValueError(
             f"--output {str(output)!r} is there already and not empty. Name a new folder, or remove it first."
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    with no_empty_folders(output):
+        if output.exists():  # perhaps a mount point, which cannot be renamed over: move into it
+            from hf_posenc.training.files import written_whole
+
+            with written_whole(output) as folder:
+                yield folder
+            return
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        try:
+            yield folder
+            folder.chmod(0o777 & ~_umask())
+            os.replace(folder, output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def no_empty_folders(output: Path) -> Iterator[None]:
+    """Where the block fails, folders on the way to `output` that were not there before, and are empty, go again."""
+    new = [place for place in (output, *output.absolute().parents) if not place.exists()]
     try:
-        yield folder
-        folder.chmod(0o777 & ~_umask())
-        if output.exists():
-            output.rmdir()  # empty; a rename onto a folder is not possible everywhere
-        os.replace(folder, output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield
+    except BaseException:
+        for place in new:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def _umask() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -258,3 +259,111 @@ def test_evaluate_writes_results_picture_and_report(llama: Path, text: Path, tmp
     assert "yarn:factor=4" in result.output
     report = (tmp_path / "out" / "report.md").read_text()
     assert "native" in report and "yarn" in report and "128" in report
+
+
+# ---------------------------------------------------------------------- what a new user runs into
+
+
+def test_encoders_empty_sources_and_long_strides_are_refused(llama: Path, text: Path, tmp_path: Path) -> None:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    encoder = tmp_path / "encoder"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    RobertaForMaskedLM(RobertaConfig(vocab_size=VOCABULARY, max_position_embeddings=34, **sizes)).save_pretrained(
+        encoder
+    )
+    tiny_tokenizer().save_pretrained(encoder)
+    out = ["--lengths", 32, "--output", tmp_path / "out"]
+    refused(run("evaluate", encoder, "--text", text, *out), "sees both sides")
+    refused(run("evaluate", llama, "--text", "", *out), "empty")
+    refused(run("evaluate", llama, "--text", text, "--stride", 64, *out), "stride=64", "32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_and_incomplete_models_are_told_in_a_line(llama: Path, tmp_path: Path) -> None:
+    def copy(name: str, **config: object) -> Path:
+        shutil.copytree(llama, tmp_path / name)
+        settings = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(settings | config))
+        return tmp_path / name
+
+    cut = copy("cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:500])
+    refused(run("inspect", cut), "Cannot load a model from", "header")
+    refused(run("inspect", copy("sizes", intermediate_size=24)), "Cannot load a model from", "other sizes")
+    refused(run("inspect", copy("layers", num_hidden_layers=7)), "lacks weights", "model.layers.")
+    broken = copy("tokenizer")
+    (broken / "tokenizer.json").write_text("{oops")
+    refused(run("inspect", broken), str(broken / "tokenizer.json"))
+    (tmp_path / "a.gguf").touch()
+    refused(run("inspect", tmp_path / "a.gguf"), "empty")
+
+
+def test_a_folder_without_a_tokenizer_will_do_where_none_is_needed(llama: Path, text: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    tiny_llama().save_pretrained(bare)
+    assert run("inspect", bare).exit_code == 0
+    assert run("verify", bare).exit_code == 0
+    result = run("patch", bare, "--encoding", "alibi", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    refused(run("evaluate", bare, "--text", text, "--lengths", 16, "--output", tmp_path / "r"), "no tokenizer files")
+
+
+@pytest.mark.parametrize("command", ["patch", "merge"])
+def test_full_disk_told_by_safetensors(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    from safetensors import SafetensorError
+
+    from hf_posenc.training import merge
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(tiny_llama()), "save_pretrained", full)
+    monkeypatch.setattr(merge, "merged", lambda *_, **__: (tiny_llama(), tiny_tokenizer()))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    arguments = {"patch": [llama, "--encoding", "yarn:factor=2"], "merge": [adapter]}[command]
+    result = run(command, *arguments, "--output", tmp_path / "new" / "out")
+    assert result.exit_code == 1
+    assert "disk is full" in result.output
+    assert list(tmp_path.iterdir()) == [adapter]
+
+
+def test_an_empty_folder_is_written_into_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()  # it may be a mount point, which cannot be renamed over
+    before = (tmp_path / "out").stat().st_ino
+    with whole_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+    assert (tmp_path / "out").stat().st_ino == before
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_an_unforeseen_error_is_a_line(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(hf_posenc, "describe", fail)
+    result = run("inspect", llama)
+    assert result.exit_code == 1
+    assert "Error: IndexError: index out of range in self" in result.output
+    assert "--traceback" in result.output
+
+
+def test_version_is_the_packages() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output.strip().endswith(hf_posenc.__version__)
+
+
+def test_saved_that_is_native_is_not_compared(llama: Path, text: Path, tmp_path: Path) -> None:
+    yarn = tmp_path / "yarn"
+    assert run("patch", llama, "--encoding", "yarn:factor=4", "--output", yarn).exit_code == 0
+    out = ["--text", text, "--lengths", "16,32", "--output", tmp_path / "out"]
+    result = run("evaluate", yarn, "--encoding", "saved", *out)
+    assert result.exit_code == 0, result.output
+    assert "What it costs" not in result.output
+    assert "there is no comparison" in (tmp_path / "out" / "report.md").read_text()

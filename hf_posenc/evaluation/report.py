@@ -113,7 +113,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
         )
     ]
     short = [i for i, length in enumerate(lengths) if trained and length <= trained]
-    changed = [entry for entry in encodings if entry["label"] != "native"]
+    changed = [entry for entry in encodings if entry["label"] != "native" and _compared(entry)]
     if short and changed and results["native"]:
         tables.append(
             (
@@ -185,6 +185,12 @@ def _notes(results: dict[str, Any]) -> list[str]:
                 f"Not so for {', '.join(f'`{label}`' for label in dependent)}: its numbers depend on the length of the"
                 " sequence, so each length had a pass of its own over the beginnings of the same blocks (same targets)."
             )
+    alike = [e["label"] for e in results["encodings"] if e.get("is_native") and not _compared(e)]
+    if alike:
+        notes.append(
+            f"`{alike[0]}` is what `native` means for this model, whose own config holds the encoding: there is no"
+            " comparison between the two. To see what the encoding changed, evaluate the model it was made from."
+        )
     notes += [
         "No document is context for another."
         if not text["concatenated"]
@@ -303,6 +309,11 @@ def _number(value: Any) -> str:
     if math.isinf(value):
         return "inf"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.2f}"
+
+
+def _compared(entry: dict[str, Any]) -> bool:
+    """True where some row was compared with the native encoding (of another model, in a combined report)."""
+    return any(row["change_against_native"] is not None for row in entry["rows"])
 
 
 def _change(value: Any) -> str:

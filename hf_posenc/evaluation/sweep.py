@@ -209,7 +209,10 @@ def evaluate(
     native = next((parts[item] for item in (NATIVE, _SHORT_NATIVE) if item in parts), None)
     for item in wanted:
         entry = dict(parts[item])
-        entry["rows"] = [_against(row, native) for row in entry["rows"]]
+        # A model saved with its encoding in its own config has no other to go back to: nothing is compared.
+        entry["is_native"] = item == SAVED and native is not None and entry["encoding"] == native["encoding"]
+        against = None if entry["is_native"] else native
+        entry["rows"] = [_against(row, against) for row in entry["rows"]]
         if item in retrieval:
             entry["passkey"] = retrieval[item]
         if isinstance(item, str):
@@ -531,9 +534,7 @@ def _read(
     sources = [str(texts)] if isinstance(texts, (str, Path)) else [str(item) for item in texts]
     if documents is None:
         if not sources or not all(source.strip() for source in sources):
-            raise ValueError(
-                "texts names nothing ('--text' is empty); name a text file, a folder of them, or a data set."
-            )
+            raise ValueError("texts is empty, or one of them is ''; name a text file, a folder of them, or a data set.")
         documents = _load_texts(sources, tokenizer)
     elif sources:
         raise ValueError("texts and documents are both given; give one of them.")
