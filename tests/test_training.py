@@ -715,6 +715,7 @@ def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytes
         ("llama", ["--objective", "mlm"], "llama is a decoder: use --objective causal"),
         ("gpt2", ["--block_length", "100"], "give --context_length 100, and give --encoding learned (or alibi, rope"),
         ("gpt2", ["--context_length", "100"], "give --encoding learned (or alibi, rope"),
+        ("gpt2", ["--context_length", "16"], "give --block_length 16 instead"),
     ],
 )
 def test_what_the_model_cannot_do_ends_with_status_2(

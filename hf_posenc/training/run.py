@@ -198,9 +198,11 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         except EncodingError as error:
             if ours.encoding is not None:
                 raise
+            length = ours.context_length or 0
+            shorter = length < int(model.config.max_position_embeddings)
+            remedy = f"give --block_length {length} instead" if shorter else f"{_encoding_needed(model)} with it"
             raise ValueError(
-                f"--context_length {ours.context_length} does not go with the model's own encoding, {wanted}: "
-                f"{_encoding_needed(model)} with it."
+                f"--context_length {length} does not go with the model's own encoding, {wanted}: {remedy}."
             ) from error
         found = encoding_of(model)
         if context_parts(training) > 1:
@@ -648,8 +650,8 @@ def _how_measured(ours: FinetuneArguments, tokenizer: Any) -> str | None:
     end = ", its end-of-text token last" if tokenizer.eos_token_id is not None else ""
     return (
         "perplexity_L: definition strided, windows of L tokens at a stride of L // 2, each token scored once "
-        f"(a document's first never), over the first {ours.eval_tokens:,} tokens of {text}, each with the tokenizer's special "
-        f"tokens around it{end}. loss: the mean at the longest L measured, in nats. "
+        f"(a document's first never), over the first {ours.eval_tokens:,} tokens of {text}, each document with the "
+        f"tokenizer's special tokens around it{end}. loss: the mean at the longest L measured, in nats. "
         "`hf-posenc evaluate` has other columns: its length L holds only the targets with L/2 to L - 1 tokens before "
         "them. Compare numbers from one of the two only."
     )
