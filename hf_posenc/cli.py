@@ -57,7 +57,7 @@ class Command(click.Command):
                 raise click.ClickException(f"The disk is full; nothing was left half-written. ({error})") from error
             raise click.ClickException(str(error)) from error
         except ValueError as error:
-            raise click.UsageError(str(error)) from error
+            raise click.UsageError(self._in_options(str(error))) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -68,6 +68,17 @@ class Command(click.Command):
             raise click.ClickException(
                 f"{type(error).__name__}{first}\nWhere it came from: hf-posenc --traceback {ctx.info_name} ..."
             ) from error
+
+    def _in_options(self, text: str) -> str:
+        """An error of the library with arguments as they are written here: `max_tokens=10` is `--max-tokens=10`."""
+        import re
+
+        for parameter in self.params:
+            if isinstance(parameter, click.Option) and parameter.name:
+                name, flag = parameter.name, parameter.opts[-1]
+                text = re.sub(rf"(?<![\w:,.]){name}=True\b", flag, text)
+                text = re.sub(rf"(?<![\w:,.-]){name}=", f"{flag}=", text)
+        return text
 
 
 def _means_full_disk(error: Exception) -> bool:
@@ -131,8 +142,8 @@ class Lengths(click.ParamType):
                 length = int(part)
             except ValueError:
                 self.fail(f"{part.strip()!r} in {value!r} is not a whole number. Write 2048,8192,16384.", param, ctx)
-            if length < 2:
-                self.fail(f"{length} in {value!r} is not allowed; a length is at least 2 tokens.", param, ctx)
+            if length < 4:
+                self.fail(f"{length} in {value!r} is not allowed; a length is at least 4 tokens.", param, ctx)
             lengths.append(length)
         return sorted(set(lengths))
 
@@ -424,6 +435,7 @@ def evaluate(
     "--text", "texts", required=True, multiple=True, metavar="TEXT", help="As for `evaluate`; as long as N tokens."
 )
 @encoding_option(required=False, multiple=True, help="Candidates. Repeatable. Default: those that fit the model.")
+@click.option("--concatenate", is_flag=True, help="Join all documents into one stream, where none is as long as N.")
 @click.option("--max-tokens", type=click.IntRange(min=2), help="Use at most so many tokens of text. Default: 4 N.")
 @model_options
 def suggest(
@@ -431,6 +443,7 @@ def suggest(
     context_length: int,
     texts: tuple[str, ...],
     encodings: tuple[Any, ...],
+    concatenate: bool,
     max_tokens: int | None,
     dtype: str | None,
     device: str | None,
@@ -449,6 +462,7 @@ def suggest(
         context_length,
         texts,
         candidates=list(encodings) or None,
+        concatenate=concatenate,
         max_tokens=max_tokens,
         dtype=dtype,
         device=chosen,

@@ -180,7 +180,7 @@ def test_full_disk_is_told(llama: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["patch", "MODEL", "--encoding", "yarn:facter=4", "--output", "OUT"], ["facter", "factor"]),
         (["patch", "MODEL", "--encoding", "yarn:factor=0.5", "--output", "OUT"], ["factor=0.5"]),
         (["patch", "MODEL", "--encoding", "yarn:", "--output", "OUT"], ["ends after ':'"]),
-        (["patch", "MODEL", "--encoding", "yarn", "--output", "OUT"], ["factor", "context_length"]),
+        (["patch", "MODEL", "--encoding", "yarn", "--output", "OUT"], ["factor", "--context-length"]),
         (["patch", "MODEL", "--encoding", "yarn", "--context-length", "0", "--output", "OUT"], ["0"]),
         (["patch", "MODEL", "--encoding", "yarn", "--context-length", "x", "--output", "OUT"], ["'x'"]),
         (
@@ -203,6 +203,12 @@ def test_full_disk_is_told(llama: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["evaluate", "MODEL", "--text", "EMPTY_TEXT", "--lengths", "16", "--output", "OUT"], ["empty"]),
         (["evaluate", "MODEL", "--text", "SHORT", "--lengths", "16,4096", "--output", "OUT"], ["4096"]),
         (["evaluate", "MODEL", "--text", "SHORT", "--lengths", "0", "--output", "OUT"], ["0"]),
+        (["evaluate", "MODEL", "--text", "SHORT", "--lengths", "3", "--output", "OUT"], ["at least 4"]),
+        (["suggest", "MODEL", "--text", "SHORT", "--context-length", "4096"], ["--concatenate."]),
+        (
+            ["evaluate", "MODEL", "--text", "SHORT", "--lengths", "16", "--max-tokens", "5", "--output", "OUT"],
+            ["--max-tokens=5"],
+        ),
         (["evaluate", "MODEL", "--text", "SHORT", "--lengths", "-5", "--output", "OUT"], ["-5"]),
         (["evaluate", "MODEL", "--text", "SHORT", "--lengths", "many", "--output", "OUT"], ["many"]),
         (["evaluate", "MODEL", "--lengths", "16", "--output", "OUT"], ["--text"]),
@@ -367,3 +373,12 @@ def test_saved_that_is_native_is_not_compared(llama: Path, text: Path, tmp_path:
     assert result.exit_code == 0, result.output
     assert "What it costs" not in result.output
     assert "there is no comparison" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_another_models_report_is_not_replaced(llama: Path, gpt2: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ["--text", text, "--lengths", 16, "--output", tmp_path / "out"]
+    assert run("evaluate", llama, *arguments).exit_code == 0
+    before = (tmp_path / "out" / "results.json").read_bytes()
+    refused(run("evaluate", gpt2, *arguments), "report on another model", str(llama))
+    assert (tmp_path / "out" / "results.json").read_bytes() == before
+    assert run("evaluate", llama, *arguments).exit_code == 0

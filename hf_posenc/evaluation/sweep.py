@@ -148,6 +148,7 @@ def evaluate(
     source = _Source(model, tokenizer, dtype, device, "masked" if definition == PSEUDO else "causal")
     if definition == PSEUDO and source.tokenizer.mask_token_id is None:
         raise ValueError('definition="pseudo" needs a tokenizer with a mask token; this one has none.')
+    _refuse_anothers_report(folder, source)
     bos = False if definition == PSEUDO else bos
     text = _read(source.tokenizer, texts, documents, concatenate, max_tokens, max(lengths), bos)
     with _part(folder, {"version": _VERSION, "task": "model", "model": source.fingerprint}, fresh, processes) as part:
@@ -284,12 +285,12 @@ class _Source:
             # A patched one may hold trained weights that unpatching would drop.
             self._model = copy.deepcopy(model) if _is_patched(model) else model
             self.tokenizer = tokenizer
-            self._source = "a loaded model"
+            self.place = "a loaded model"
             self.fingerprint = _hash_weights(model)
             self.name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         else:
             self._where = model
-            self._source = str(model)
+            self.place = str(model)
             self.fingerprint = models.fingerprint(model)
             self.tokenizer = tokenizer if tokenizer is not None else models.load_tokenizer(model)
             self.name = Path(model).name if Path(model).exists() else str(model)
@@ -326,12 +327,12 @@ class _Source:
     def facts(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the report says of the model as it was loaded; `known` from an earlier run spares loading it."""
         if self._facts is None and known:
-            self._facts = {**known, "source": self._source, "name": self.name}
+            self._facts = {**known, "source": self.place, "name": self.name}
         if self._facts is None:
             config = getattr(self.model, "config", None)
             self._facts = {
                 "name": self.name,
-                "source": self._source,
+                "source": self.place,
                 "fingerprint": self.fingerprint,
                 "class": type(self.model).__name__,
                 "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -567,7 +568,7 @@ def _read(
         tokens, sizes = [joined[: len(joined) - len(separator)]], [sum(sizes)]
     found = max(len(ids) for ids in tokens)
     if found < longest:
-        more = "" if concatenate else " Or join the documents with concatenate=True (--concatenate)."
+        more = "" if concatenate else " Or join the documents: concatenate=True."
         raise ValueError(
             f"The longest document has {found} tokens, which is less than the longest length asked for ({longest})."
             f" Give longer text, or lengths up to {found}.{more}"
@@ -665,6 +666,25 @@ def _output_folder(output: str | Path | None) -> Path | None:
                 " an earlier evaluation wrote."
             )
     return folder
+
+
+def _refuse_anothers_report(folder: Path | None, source: _Source) -> None:
+    """Raise a ValueError where the report in `folder` is of another model, which this one's would replace.
+
+    The same place with other weights is a model trained again: its report may be replaced.
+    """
+    if folder is None or not (folder / "results.json").is_file():
+        return
+    try:
+        theirs = json.loads((folder / "results.json").read_text(encoding="utf-8"))["model"]
+        fingerprint, place = theirs["fingerprint"], theirs["source"]
+    except (ValueError, KeyError, TypeError):
+        return  # no report that could be lost
+    if fingerprint != source.fingerprint and place != source.place:
+        raise ValueError(
+            f"output={str(folder)!r} holds the report on another model ({place}). Name another folder, or remove that"
+            " one first."
+        )
 
 
 @contextlib.contextmanager
