@@ -52,6 +52,8 @@ def load_documents(
 
 def _plan(name: str) -> tuple[str, str, list[str]]:
     """What a source is: (kind, name, files), kind one of "files", "saved", "hub"."""
+    if not name.strip():
+        raise ValueError("A source of text has an empty name. Name a file, a folder or a data set.")
     path = Path(name).expanduser()
     if path.is_file():
         if not os.access(path, os.R_OK):
@@ -73,7 +75,7 @@ def _plan(name: str) -> tuple[str, str, list[str]]:
     looks_like_path = (
         name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix.lower() in TEXT_SUFFIXES + ROW_SUFFIXES
     )
-    if looks_like_path or not name.strip():
+    if looks_like_path:
         raise ValueError(f"{name!r} does not exist. Name a text, .jsonl or .parquet file, a folder, or a data set.")
     return "hub", name, []
 

@@ -59,7 +59,7 @@ def hard_limit(model: nn.Module) -> tuple[int, str] | None:
         if isinstance(rows, int):
             return rows, f"the {resolved.get('name')} table that the patch gave this model ({kind}) has {rows} rows"
         rows = record.get("trained_length")
-        if record.get("keep_native") and kind in _TABLES and isinstance(rows, int):
+        if record.get("keep_native") and record.get("native_weight", 1) and kind in _TABLES and isinstance(rows, int):
             return rows, f"the native table that the patch kept in this model ({kind}) has {rows} rows"
         return None
     rows = context_length(model)
