@@ -47,7 +47,8 @@ def grows_by(run: Run) -> float:
 
 def in_own_process(case: str, ways: Sequence[str], *arguments: object) -> dict[str, float]:
     """MiB of each way of a case of `python -m benchmarks.memory`, in a process whose freed memory goes back at once."""
-    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+    # Small pieces stay with the process: to ask the system for each would take longer than the work.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-m", "benchmarks.memory", case, ",".join(ways), *(str(value) for value in arguments)]
     done = subprocess.run(
         command, env={**os.environ, **settings}, cwd=Path(__file__).parent.parent, text=True, capture_output=True
