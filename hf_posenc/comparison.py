@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,28 +18,36 @@ def combined(evaluations: Sequence[tuple[str, dict[str, Any]]], title: str) -> d
         title: of the report.
 
     Raises:
-        ValueError: none, or evaluations of other text or other lengths, whose numbers cannot stand in one table.
+        ValueError: none, or evaluations of other text or in other windows, whose numbers cannot stand in one table.
     """
+    from hf_posenc.evaluation.sweep import against
+
     if not evaluations:
         raise ValueError("There is nothing to combine.")
-    first = evaluations[0][1]
+    (first_prefix, first), *others = evaluations
+    for prefix, results in others:
+        _refuse_other_text(prefix, results["text"]["sha256"], first["text"]["sha256"])
+        for name in ("definition", "window", "stride", "bos"):
+            theirs, ours = results["settings"][name], first["settings"][name]
+            if theirs != ours:
+                raise ValueError(
+                    f"{prefix!r} was measured with {name}={theirs!r}, {first_prefix!r} with {ours!r}; their numbers do"
+                    " not compare. Evaluate them with the same."
+                )
     reported = sorted(set.intersection(*(set(results["settings"]["reported"]) for _, results in evaluations)))
     entries = []
     for prefix, results in evaluations:
-        for name in ("text", "definition"):
-            theirs = results["text"]["sha256"] if name == "text" else results["settings"][name]
-            ours = first["text"]["sha256"] if name == "text" else first["settings"][name]
-            if theirs != ours:
-                raise ValueError(f"{prefix!r} was measured with another {name}; the numbers do not compare.")
         for entry in results["encodings"]:
-            rows = [_against(row, first["native"]) for row in entry["rows"] if row["length"] in reported]
-            label = f"{prefix}: {entry['label']}" if prefix else entry["label"]
-            entries.append({**entry, "label": label, "rows": rows})
+            rows = [against(row, first["native"]) for row in entry["rows"] if row["length"] in reported]
+            entries.append({**entry, "label": _labelled(prefix, entry["label"]), "rows": rows})
     return {
         **first,
         "title": title,
+        "device": "; ".join(dict.fromkeys(results["device"] for _, results in evaluations)),
+        "models": [results["model"] for _, results in evaluations],
         "settings": {**first["settings"], "reported": reported},
         "seconds": sum(results["seconds"] for _, results in evaluations),
+        "compared_with": _labelled(first_prefix, first["compared_with"]),
         "encodings": entries,
     }
 
@@ -57,24 +66,59 @@ def compare(
         options: of `hf_posenc.evaluation.evaluate`.
 
     Raises:
-        ValueError: as for `evaluate`; models whose tokenizers cut the text differently.
+        ValueError: as for `evaluate`; a model named twice; models whose tokenizers cut the text differently. Raised
+            before any model runs.
     """
     from hf_posenc.evaluation import evaluate
+    from hf_posenc.evaluation.files import output_folder, refuse_others_report
     from hf_posenc.evaluation.report import write_report
-    from hf_posenc.evaluation.sweep import _output_folder
+    from hf_posenc.evaluation.text import read_text
+    from hf_posenc.models import fingerprint, load_tokenizer
 
-    _output_folder(output)
-    evaluations: dict[str, dict[str, Any]] = {}
-    for model in models:
-        name = Path(model).name
-        name = name if name not in evaluations else f"{name} ({len(evaluations) + 1})"
-        evaluations[name] = evaluate(model, encodings, texts, lengths, output / "parts" / name, **options)
-    results = combined(list(evaluations.items()), "Comparison by context length")
+    names = _names(models)
+    refuse_others_report(output_folder(output), [(fingerprint(model), str(model)) for model in models])
+    hashes = []
+    for model, name in zip(models, names, strict=True):
+        chosen = {k: options.get(k) for k in ("documents", "max_tokens", "bos")}
+        joined = options.get("concatenate", False)
+        text = read_text(load_tokenizer(model), texts, concatenate=joined, longest=max(lengths, default=2), **chosen)
+        hashes.append(text.digest)
+        _refuse_other_text(name, text.digest, hashes[0])
+    evaluations = [
+        (name, evaluate(model, encodings, texts, lengths, output / "parts" / name.replace("/", "-"), **options))
+        for model, name in zip(models, names, strict=True)
+    ]
+    results = combined(evaluations, "Comparison by context length")
     write_report(results, output)
     return results
 
 
-def _against(row: dict[str, Any], native: dict[str, Any] | None) -> dict[str, Any]:
-    twin = next((r for r in native["rows"] if r["length"] == row["length"]), None) if native else None
-    change = float(row["perplexity"]) / float(twin["perplexity"]) - 1 if twin else None
-    return {**row, "change_against_native": change}
+def _labelled(prefix: str, label: str) -> str:
+    return f"{prefix}: {label}" if prefix else label
+
+
+def _refuse_other_text(prefix: str, theirs: str, ours: str) -> None:
+    if theirs != ours:
+        raise ValueError(
+            f"{prefix!r} cuts the text into other tokens than the first model does, so that their perplexities do not"
+            " compare. Evaluate it by itself; bits per byte compare between tokenizers."
+        )
+
+
+def _names(models: Sequence[str]) -> list[str]:
+    """The end of each model's place, as much of it as tells them apart.
+
+    Raises:
+        ValueError: one is named twice.
+    """
+    places = [Path(os.path.abspath(model) if os.path.exists(model) else model) for model in models]
+    for i, place in enumerate(places):
+        if place in places[:i]:
+            raise ValueError(f"{models[i]!r} is named twice; name each model once.")
+    names = [place.name for place in places]
+    for depth in range(2, max((len(place.parts) for place in places), default=0) + 1):
+        names = [
+            str(Path(*place.parts[-depth:])) if names.count(name) > 1 else name
+            for place, name in zip(places, names, strict=True)
+        ]
+    return names

@@ -14,10 +14,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hf_posenc.comparison import compare
 from hf_posenc.evaluation import evaluate, perplexity, plots
 from hf_posenc.evaluation.files import plain, write_whole
-from hf_posenc.evaluation.report import summary
-from hf_posenc.evaluation.sweep import tokenize
+from hf_posenc.evaluation.report import _number, summary
+from hf_posenc.evaluation.text import tokenize
 from models import tiny_bert, tiny_gpt2, tiny_llama
 
 WORDS = ["time", "road", "stone", "river", "light", "house", "cloud", "green", "under", "seven"]
@@ -92,6 +93,33 @@ def test_a_length_dependent_encoding_has_a_pass_for_each_length(folder: Path, te
     assert dynamic["rows"][2]["perplexity"] != pytest.approx(native["rows"][2]["perplexity"], rel=1e-3)
 
 
+def test_with_a_stride_every_row_is_its_own_sliding_window(folder: Path, text: Path) -> None:
+    encodings = ["dynamic_ntk:factor=4", "yarn", "native"]
+    results = evaluate(folder, encodings, text, [256, 512], stride=100, progress=False)
+    ids = torch.tensor(letters()(text.read_text()).input_ids)
+    model = tiny_llama(max_position_embeddings=256)
+    dynamic, yarn, native = results["encodings"]
+    for row in native["rows"]:
+        length = row["length"]
+        whole = perplexity(model, ids, length, min(100, length))
+        assert row["perplexity"] == pytest.approx(whole.within(length // 2, length).perplexity, rel=1e-5)
+        if length >= 2 * 100:
+            assert row["tokens"] == len(ids) - length // 2  # all but the beginning of the document
+    for entry in (dynamic, yarn):
+        assert entry["passes"] == native["passes"] == 3
+        assert [row["tokens"] for row in entry["rows"]] == [row["tokens"] for row in native["rows"]]
+    # Asked for or not, the native rows up to the trained length are the same.
+    for mine, theirs in zip(
+        evaluate(folder, ["yarn"], text, [512], stride=100, progress=False)["native"]["rows"],
+        native["rows"],
+        strict=False,
+    ):
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
+    whole = evaluate(folder, ["native"], text, [256], stride=64, definition="full_windows", progress=False)
+    assert whole["encodings"][0]["bits_per_byte"] is None  # its targets count several times
+
+
 def test_native_is_measured_on_the_short_side_even_if_not_asked_for(folder: Path, text: Path) -> None:
     results = evaluate(folder, ["yarn"], text, [512], progress=False)
     assert [entry["label"] for entry in results["encodings"]] == ["yarn:factor=2"]
@@ -128,7 +156,8 @@ def test_files_of_a_report(tmp_path: Path, folder: Path, text: Path) -> None:
         assert (out / name).is_file()
     for entry in results["encodings"]:
         for row in entry["rows"]:
-            assert f"{row['perplexity']:.2f}" in report or f"{row['perplexity']:.4g}" in report.replace(",", "")
+            assert f"| {row['perplexity']:.2f} |" in report  # all below 1,000
+            assert f"| {row['tokens']:,} |" in report
     assert not [item for item in out.rglob(".*")]  # no temporary file is left
 
 
@@ -158,7 +187,8 @@ def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, mon
     second = evaluate(folder, ["native", "ntk:factor=2"], text, [512], out, **options)
     assert len(calls) == 3
     assert second["encodings"] == first["encodings"]
-    assert second["model"] == first["model"]
+    for name in ("model", "device", "seconds"):  # where and how long it was measured, not where it was looked up
+        assert second[name] == first[name]
     evaluate(folder, ["native"], text, [512], out, fresh=True, **options)
     assert len(calls) == 4
     text.write_text(prose(400, seed=1))
@@ -167,6 +197,43 @@ def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, mon
     tiny_llama(max_position_embeddings=256, seed=3).save_pretrained(folder)
     evaluate(folder, ["native"], text, [512], out, **options)
     assert len(calls) == 6  # other weights
+
+
+def test_passkeys_are_kept_length_by_length(
+    tmp_path: Path, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_posenc.evaluation import retrieval
+
+    out, calls = tmp_path / "out", []
+    real = retrieval.passkey
+
+    def counting(*arguments: Any, **more: Any) -> Any:
+        calls.append(arguments[2])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(retrieval, "passkey", counting)
+    options: dict[str, Any] = {"passkey_trials": 1, "passkey_lengths": [448, 512], "passkey_depths": [0.5, 1]}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(folder, ["linear:factor=2"], text, [256], out, progress=False, **options)
+    results = evaluate(folder, ["linear:factor=2"], text, [256], out, progress=False, **options)
+    assert calls == [[448], [512], [512]]
+    found = results["encodings"][0]["passkey"]
+    assert found["accuracy"] == {"448": {"0.5": 0.0, "1.0": 0.0}, "512": {"0.5": 0.0, "1.0": 0.0}}
+    assert (out / "passkey_0.png").is_file()
+    assert "five digits" in (out / "report.md").read_text()
+    evaluate(folder, ["linear:factor=2"], text, [256], out, progress=False)
+    assert not list(out.glob("passkey_*"))  # no picture of an earlier report is left
+
+
+def test_a_table_has_no_room_for_the_reply_to_a_prompt_as_long_as_it(tmp_path: Path, text: Path) -> None:
+    model = tiny_gpt2(n_positions=512)
+    options: dict[str, Any] = {"tokenizer": letters(), "passkey_trials": 1, "passkey_depths": [0.5]}
+    results = evaluate(model, ["native"], text, [448, 512], tmp_path / "out", progress=False, **options)
+    found = results["encodings"][0]["passkey"]["accuracy"]
+    assert found == {"448": {"0.5": 0.0}, "512": {"0.5": "nan"}}
+    assert "| 0% / 0% | - / - |" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_given_model_is_left_as_it_was(text: Path) -> None:
@@ -182,6 +249,10 @@ def test_a_given_model_is_left_as_it_was(text: Path) -> None:
     results = evaluate(model, ["saved", "native"], text, [256], tokenizer=letters(), progress=False)
     assert torch.equal(model(ids).logits, before)
     assert [entry["label"] for entry in results["encodings"]] == ["saved (yarn:factor=2)", "native"]
+    other = evaluate(model, ["native", "saved"], text, [256], tokenizer=letters(), progress=False)
+    assert [entry["perplexity"] for entry in other["encodings"]] == [
+        entry["perplexity"] for entry in reversed(results["encodings"])
+    ]
 
 
 def test_start_token_and_joined_documents(tmp_path: Path, folder: Path) -> None:
@@ -232,6 +303,8 @@ def test_encoders_are_measured_by_pseudo_perplexity(tmp_path: Path, text: Path) 
         ({"documents": ["  "], "texts": ()}, "blank"),
         ({"documents": ["x"]}, "both given"),
         ({"definition": "windows"}, "definition='windows'"),
+        ({"definition": "disjoint", "stride": 8}, "stride=8"),
+        ({"passkey_depths": [1.5], "passkey_trials": 1}, "passkey_depths=[1.5]"),
         ({"max_tokens": 10}, "max_tokens=10"),
         ({"model": "no/such/model.gguf"}, "model.gguf"),
         ({"model": "./nowhere"}, "nowhere"),
@@ -278,6 +351,42 @@ def test_a_table_too_short_is_named_and_a_longer_one_measured(text: Path) -> Non
     assert math.isfinite(results["encodings"][0]["rows"][-1]["perplexity"])
 
 
+# ---------------------------------------------------------------------- several models
+
+
+def test_models_side_by_side(tmp_path: Path, text: Path) -> None:
+    for number, name in enumerate(["a/same", "b/same", "other"]):
+        tiny_llama(max_position_embeddings=256, seed=number).save_pretrained(tmp_path / name)
+        letters().save_pretrained(tmp_path / name)
+    models = [str(tmp_path / name) for name in ("a/same", "b/same", "other")]
+    out = tmp_path / "out"
+    results = compare(models, ["native", "yarn:factor=2"], [text], [256, 512], out, progress=False)
+    labels = [entry["label"] for entry in results["encodings"]]
+    assert labels == [f"{n}: {e}" for n in ("a/same", "b/same", "other") for e in ("native", "yarn:factor=2")]
+    assert [model["source"] for model in results["models"]] == models
+    first = json.loads((out / "parts" / "a-same" / "results.json").read_text())
+    ours, theirs = results["encodings"][3]["rows"][0], first["encodings"][0]["rows"][0]
+    assert ours["change_against_native"] == pytest.approx(ours["perplexity"] / theirs["perplexity"] - 1)
+    report = (out / "report.md").read_text()
+    assert "against `a/same: native`" in report
+    assert not re.search(r"a/same: native \| [+-]", report)  # not compared with itself
+    with pytest.raises(ValueError, match="another model"):  # a report on fewer models does not replace it
+        evaluate(models[0], ["native"], [text], [256], out, progress=False)
+
+
+def test_models_that_do_not_compare_are_refused_before_they_run(tmp_path: Path, folder: Path, text: Path) -> None:
+    other = tmp_path / "other"
+    tiny_llama(max_position_embeddings=256).save_pretrained(other)
+    tokenizer = letters()
+    tokenizer.add_tokens(["time"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ValueError, match="'other' cuts the text into other tokens"):
+        compare([str(folder), str(other)], ["native"], [text], [256], tmp_path / "out", progress=False)
+    with pytest.raises(ValueError, match="named twice"):
+        compare([str(folder), f"{folder}/"], ["native"], [text], [256], tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------------- pictures
 
 
@@ -300,6 +409,26 @@ def test_lines_differ_without_colour() -> None:
 def test_infinite_and_missing_values_are_left_out() -> None:
     figure = plots.perplexity_curve({"a": [(512, 20.0), (1024, math.inf), (2048, math.nan)], "b": []})
     assert plots.render(figure, "png").startswith(b"\x89PNG")
+
+
+def test_long_names_are_whole_and_inside() -> None:
+    labels = [f"SmolLM2-135M-Instruct.Q4_1.gguf: saved (ntk_by_parts:factor=2,beta_fast={n})" for n in (16, 32)]
+    title = "Perplexity against context length: SmolLM2-135M-Instruct.Q4_1.gguf on a-text-with-a-long-name.txt"
+    figure = plots.perplexity_curve({label: [(512, 20.0), (1024, 15.0)] for label in labels}, title=title)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == labels
+    shown = figure.axes[0].get_title(loc="left")
+    assert shown.replace("\n", " ") == title
+    for part in (legend, figure.axes[0]):
+        box = part.get_tightbbox(figure.canvas.get_renderer())
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
+def test_numbers_of_a_table_have_one_precision() -> None:
+    assert [_number(value) for value in (9.234, 603.96, 603.7, 999.99, 1000.4, 1234567, 3e12, math.inf, "nan")] == [
+        "9.23", "603.96", "603.70", "999.99", "1,000", "1,234,567", "3.00e+12", "inf", "-",
+    ]  # fmt: skip
 
 
 def test_pictures_are_the_same_bytes_again() -> None:

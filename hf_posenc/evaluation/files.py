@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,47 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     return str(value)
+
+
+def output_folder(output: str | Path | None) -> Path | None:
+    """The folder to write into.
+
+    Raises:
+        ValueError: it is a file, or holds something that is not an evaluation.
+    """
+    if output is None:
+        return None
+    folder = Path(output)
+    if folder.exists():
+        if not folder.is_dir():
+            raise ValueError(f"output={str(output)!r} is a file; name a folder.")
+        names = {item.name for item in folder.iterdir()}
+        if names and not names & {"results.json", "parts"}:
+            raise ValueError(
+                f"output={str(output)!r} holds something else ({', '.join(sorted(names)[:3])}). Name a new folder, or"
+                " one that an earlier evaluation wrote."
+            )
+    return folder
+
+
+def refuse_others_report(folder: Path | None, models: Sequence[tuple[str, str]]) -> None:
+    """Raise a ValueError where the report in `folder` is on a model that is not among `models`: it would be lost.
+
+    Args:
+        models: (fingerprint, where it is loaded from) of each. The same place with other weights is a model trained
+            again: its report may be replaced.
+    """
+    if folder is None or not (folder / "results.json").is_file():
+        return
+    try:
+        theirs = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        reported = [(model["fingerprint"], model["source"]) for model in theirs.get("models", [theirs["model"]])]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return  # no report that could be lost
+    fingerprints, places = {f for f, _ in models}, {place for _, place in models}
+    others = [place for f, place in reported if f not in fingerprints and place not in places]
+    if others:
+        raise ValueError(
+            f"output={str(folder)!r} holds the report on another model ({', '.join(others)}). Name another folder, or"
+            " remove that one first."
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def perplexity_curve(
         ends.append((xs[-1], ys[-1], label, _style(index)["color"]))
     _lengths_axis(axes, [x for points in curves.values() for x, _ in points])
     axes.set_ylabel("perplexity (exp of nats per token)")
-    axes.set_title(title, loc="left", fontsize=11)
+    _title(axes, title)
     _mark_length(axes, trained_length)
     _label_ends(figure, axes, ends)
     return figure
@@ -92,7 +93,7 @@ def loss_by_position(
     _lengths_axis(axes, [p[0] for points in curves.values() for p in points])
     axes.set_xlabel("tokens before the target (log scale)")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(title, loc="left", fontsize=11)
+    _title(axes, title)
     _mark_length(axes, trained_length)
     _label_ends(figure, axes, ends)
     return figure
@@ -119,16 +120,15 @@ def needle_heatmap(
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("length of the prompt (tokens)")
     axes.set_ylabel("depth of the needle\n(0 % = start)")
-    axes.set_title(title, loc="left", fontsize=11)
     axes.spines[:].set_visible(False)
     axes.grid(False)
     inside = [i for i, length in enumerate(lengths) if trained_length is not None and length <= trained_length]
-    if inside and inside[-1] + 1 < len(lengths):
+    marked = bool(inside) and inside[-1] + 1 < len(lengths)
+    _title(axes, title, pad=18 if marked else None)
+    if marked:
         axes.axvline(inside[-1] + 0.5, color="white", linewidth=2.5)
         axes.axvline(inside[-1] + 0.5, color="black", linewidth=1.2, linestyle=(0, (4, 2)))
         axes.text(inside[-1] + 0.5, -0.58, "trained length", ha="center", va="bottom", fontsize=8, color="#444444")
-        axes.title.set_position((0, 1))
-        axes.set_title(title, loc="left", fontsize=11, pad=18)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05, pad=0.03)
     bar.ax.set_yticklabels(["0 %", "50 %", "100 %"])
     bar.set_label("found (exact match)")
@@ -169,29 +169,7 @@ def wavelengths(
             )
     axes.set_xlabel("rotary pair (0 turns fastest)")
     axes.set_ylabel("wavelength (tokens, log scale)")
-    axes.set_title(title, loc="left", fontsize=11)
-    _label_ends(figure, axes, ends)
-    return figure
-
-
-def cost_curve(
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    title: str = "Cost against context length",
-    unit: str = "seconds per 1,000 tokens",
-) -> Figure:
-    """Cost against context length, one line each: {label: [(tokens, cost in `unit`)]}."""
-    figure, axes = _figure()
-    ends = []
-    for index, (label, points) in enumerate(curves.items()):
-        if points:
-            xs, ys = zip(*sorted(points), strict=True)
-            axes.plot(xs, ys, **_style(index), label=label)
-            ends.append((xs[-1], ys[-1], label, _style(index)["color"]))
-    axes.set_ylim(bottom=0)
-    _lengths_axis(axes, [x for points in curves.values() for x, _ in points])
-    axes.set_ylabel(unit)
-    axes.set_title(title, loc="left", fontsize=11)
+    _title(axes, title)
     _label_ends(figure, axes, ends)
     return figure
 
@@ -226,6 +204,13 @@ def _figure(width: float = 7.4, height: float = 4.4) -> tuple[Figure, Any]:
     axes.grid(True, color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _title(axes: Any, text: str, pad: float | None = None) -> None:
+    """A title in as many lines as the width of the picture asks for."""
+    letters = int(axes.figure.get_figwidth() * 10.5)
+    lines = textwrap.wrap(text, letters, break_on_hyphens=False)
+    axes.set_title("\n".join(lines), loc="left", fontsize=11, pad=pad)
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -270,19 +255,24 @@ def _mark_length(axes: Any, length: int | None) -> None:
 
 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each line's name where it ends, moved apart where two would overlap; a legend with the dashes where
-    crowded."""
+    """Write each line's name where it ends, moved apart where two would overlap, and a legend with markers and dashes
+    (for readers in grey, and where lines lie on each other). Only the legend where names are many or long."""
     if not ends:
         return
-    if len(ends) > 1:  # shows which dash and marker is whose, for readers in grey and where lines lie on each other
+    longest = max(len(end[2]) for end in ends)
+    direct = longest <= 28 and len(ends) <= 8
+    if len(ends) > 1 or not direct:
+        handles, labels = axes.get_legend_handles_labels()
         figure.legend(
+            handles,
+            [textwrap.fill(label, 100, break_on_hyphens=False) for label in labels],
             loc="outside lower center",
-            ncols=min(4, len(ends)) if max(len(end[2]) for end in ends) < 26 else 2,
+            ncols=min(len(ends), max(1, 110 // (longest + 9))),
             fontsize=8,
             frameon=False,
             handlelength=3.2,
         )
-    if len(ends) > 8:
+    if not direct:
         return
     figure.canvas.draw()  # fixes the scales
     to_pixels = axes.transData.transform
@@ -298,7 +288,7 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
     for target, (pixel, x, y, label, colour) in zip(wanted, places, strict=True):
         shift = (target - pixel) * 72 / figure.dpi
         axes.annotate(
-            label if len(label) <= 28 else label[:26] + "…",
+            label,
             (x, y),
             xytext=(9, shift),
             textcoords="offset points",

@@ -29,21 +29,25 @@ def write_report(results: dict[str, Any], folder: Path) -> list[Path]:
     images = [(name, caption, (folder / f"{name}.svg").read_bytes()) for name, (_, caption) in pictures.items()]
     written.append(write_whole(folder / "report.md", _markdown(results, images)))
     written.append(write_whole(folder / "report.html", _html(results, images)))
+    for pattern in ("loss_by_position.*", "wavelengths.*", "passkey_*.*"):
+        for path in set(folder.glob(pattern)) - set(written):
+            path.unlink()  # of an earlier report, which had more pictures than this one
     return written
 
 
 def summary(results: dict[str, Any]) -> str:
     """The main tables as plain text, for a terminal."""
-    return "\n\n".join(_text_table(head, rows) for _, _, head, rows in _tables(results))
+    return "\n\n".join(f"{title}\n{_text_table(head, rows)}" for title, _, head, rows in _tables(results))
 
 
 # ---------------------------------------------------------------------- what is shown
 
 
 def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
-    trained = results["model"]["trained_length"]
+    trained, longest = results["model"]["trained_length"], max(results["settings"]["lengths"])
     text = ", ".join(Path(source).name or source for source in results["text"]["sources"])
-    subject = f"{results['model']['name']} on {text}"
+    models = [model["name"] for model in _models(results)]
+    subject = f"{models[0]} on {text}" if len(models) == 1 else text
     encodings = results["encodings"]
     curve = plots.perplexity_curve(
         {entry["label"]: [(row["length"], float(row["perplexity"])) for row in entry["rows"]] for entry in encodings},
@@ -60,6 +64,7 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
         trained_length=trained,
         title=f"Loss by position: {subject}",
     )
+    dependent = [e["label"] for e in encodings if e["length_dependent"] and e.get("frequencies")]
     turning = {entry["label"]: entry["frequencies"] for entry in encodings if entry.get("frequencies")}
     found: dict[str, tuple[Any, str] | None] = {
         "perplexity": (
@@ -69,14 +74,14 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
         "loss_by_position": (
             positions,
             "Loss against the number of tokens before the target, in bins of equal width on the log scale: faint as"
-            " measured,"
-            " strong smoothed.",
+            " measured, strong smoothed.",
         )
         if steady
         else None,
         "wavelengths": (
-            plots.wavelengths(turning, trained_length=trained, context_length=max(results["settings"]["lengths"])),
-            "Tokens in one full turn of each rotary pair.",
+            plots.wavelengths(turning, trained_length=trained, context_length=longest),
+            "Tokens in one full turn of each rotary pair. Pairs above the trained length never made one in training."
+            + (f" {_named(dependent)}: in sequences of {longest:,} tokens." if dependent else ""),
         )
         if turning
         else None,
@@ -94,6 +99,15 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
     return found
 
 
+def _models(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is known of the model, or of each model of a comparison."""
+    return results.get("models") or [results["model"]]
+
+
+def _named(labels: Sequence[str]) -> str:
+    return ", ".join(f"`{label}`" for label in labels)
+
+
 def _column(results: dict[str, Any]) -> str:
     if results["settings"]["definition"] == "pseudo":
         return "At length L: windows of L tokens, special ones included."
@@ -104,48 +118,40 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
     """[(title, note, head, rows)]."""
     encodings, trained = results["encodings"], results["model"]["trained_length"]
     lengths = [row["length"] for row in encodings[0]["rows"]]
-    tables = [
-        (
-            "Perplexity by context length",
-            _column(results) + (f" The model was trained on {trained:,} tokens." if trained else ""),
-            ["encoding", *(f"{length:,}" for length in lengths)],
-            [[entry["label"], *(_number(row["perplexity"]) for row in entry["rows"])] for entry in encodings],
-        )
-    ]
+    rows = [[entry["label"], *(_number(row["perplexity"]) for row in entry["rows"])] for entry in encodings]
+    rows.append(["targets", *(f"{row['tokens']:,}" for row in encodings[0]["rows"])])
+    note = f"{_column(results)} Last line: how many targets each number is made of."
+    if trained and len({model["trained_length"] for model in _models(results)}) == 1:
+        note += f" Trained length: {trained:,} tokens."
+    tables = [("Perplexity by context length", note, ["encoding", *(f"{length:,}" for length in lengths)], rows)]
     short = [i for i, length in enumerate(lengths) if trained and length <= trained]
-    changed = [entry for entry in encodings if entry["label"] != "native" and _compared(entry)]
+    changed = [entry for entry in encodings if entry["label"] != results["compared_with"] and _compared(entry)]
     if short and changed and results["native"]:
-        tables.append(
-            (
-                "What it costs at short lengths",
-                "Change of perplexity against the native encoding, at the trained length and below.",
-                ["encoding", *(f"{lengths[i]:,}" for i in short)],
-                [
-                    [entry["label"], *(_change(entry["rows"][i]["change_against_native"]) for i in short)]
-                    for entry in changed
-                ],
-            )
+        rows = [
+            [entry["label"], *(_change(entry["rows"][i]["change_against_native"]) for i in short)] for entry in changed
+        ]
+        note = (
+            f"Change of perplexity against `{results['compared_with']}` at the same length, up to its trained length"
+            f" ({trained:,} tokens)."
         )
+        tables.append(("What it costs at short lengths", note, ["encoding", *(f"{lengths[i]:,}" for i in short)], rows))
     probed = [entry for entry in encodings if entry.get("passkey")]
     if probed:
         sizes = list(probed[0]["passkey"]["accuracy"])
         rows = []
         for entry in probed:
-            cells = [entry["passkey"][kind] for kind in ("accuracy", "lenient")]
-            means = [" / ".join(f"{_mean(kind[size].values()):.0%}" for kind in cells) for size in sizes]
-            rows.append([entry["label"], *means])
-        tables.append(
-            (
-                "Passkeys found",
-                "Exact / lenient match, mean over depths. Column: tokens of the prompt.",
-                ["encoding", *(f"{int(size):,}" for size in sizes)],
-                rows,
-            )
-        )
+            kinds = [entry["passkey"][kind] for kind in ("accuracy", "lenient")]
+            means = [" / ".join(_share(kind[size].values()) for kind in kinds) for size in sizes]
+            rows.append([entry["label"], *means, f"{entry['passkey']['seconds']:,.1f}"])
+        asked = len(probed[0]["passkey"]["depths"]) * probed[0]["passkey"]["trials"]
+        note = f"Exact / lenient match, mean over depths: {asked} prompts each. Column: tokens of the prompt."
+        head = ["encoding", *(f"{int(size):,}" for size in sizes), "seconds"]
+        tables.append(("Passkeys found", note, head, rows))
     tables.append(
         (
             "The runs",
-            "Over all targets, whatever their context.",
+            "Over all targets of the pass at the longest length, whatever their context. Seconds: of all passes,"
+            " without loading the model.",
             ["encoding", "perplexity", "95 % interval", "bits per byte", "targets", "passes", "seconds"],
             [
                 [
@@ -155,7 +161,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
                     "-" if entry["bits_per_byte"] is None else f"{float(entry['bits_per_byte']):.4f}",
                     f"{entry['tokens']:,}",
                     str(entry["passes"]),
-                    f"{entry['seconds']:.1f}",
+                    f"{entry['seconds']:,.1f}",
                 ]
                 for entry in encodings
             ],
@@ -165,27 +171,32 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
-    settings, text = results["settings"], results["text"]
-    notes = [f"Definition `{settings['definition']}`: {settings['definition_means']}."]
+    settings, text, encodings = results["settings"], results["text"], results["encodings"]
+    window, stride = settings["window"], settings["stride"]
+    notes = [
+        "Perplexity is exp(nats / targets). A number is of one model on one text: it compares with numbers that were"
+        " made the same way.",
+        f"Definition `{settings['definition']}`: {settings['definition_means']}.",
+    ]
     if settings["definition"] == "pseudo":
         notes.append("In each window up to 64 tokens, drawn with seed 0, were masked one at a time.")
-    else:
-        apart = (
-            f", {settings['stride']:,} tokens apart" if settings["stride"] else " without overlap, each a fresh context"
-        )
-        notes.append(f"Windows of {settings['window']:,} tokens{apart}.")
+    elif stride:
         notes.append(
-            "One pass at the longest length gives every length: under a causal model the loss at position p is the"
-            " loss at"
-            " context length p."
+            f"Each length L had a pass of its own, in windows of L tokens that begin {stride:,} tokens apart (L tokens"
+            " where L is shorter). Targets with fewer than L/2 tokens before them are in no column."
         )
-        dependent = [entry["label"] for entry in results["encodings"] if entry["length_dependent"]]
+    else:
+        notes.append(
+            f"The text was cut into blocks of {window:,} tokens, each a fresh context. One pass over them gives every"
+            " length: under a causal model the loss at position p is the loss at context length p."
+        )
+        dependent = [entry["label"] for entry in encodings if entry["length_dependent"]]
         if dependent:
             notes.append(
-                f"Not so for {', '.join(f'`{label}`' for label in dependent)}: its numbers depend on the length of the"
-                " sequence, so each length had a pass of its own over the beginnings of the same blocks (same targets)."
+                f"Not so for {_named(dependent)}: its numbers depend on the length of the sequence, so each length had"
+                " a pass of its own over the beginnings of the same blocks (same targets)."
             )
-    alike = [e["label"] for e in results["encodings"] if e.get("is_native") and not _compared(e)]
+    alike = [entry["label"] for entry in encodings if entry.get("is_native") and not _compared(entry)]
     if alike:
         notes.append(
             f"`{alike[0]}` is what `native` means for this model, whose own config holds the encoding: there is no"
@@ -198,23 +209,39 @@ def _notes(results: dict[str, Any]) -> list[str]:
         "No start token was added."
         if settings["bos"] is None
         else f"The start token {settings['bos']} stands before each window; it is context and no target.",
-        "Logits are scored in float32; sums are float64. Intervals: bootstrap over blocks, 1,000 draws, seed 0.",
+        "Logits are scored in float32; sums are float64. Intervals: bootstrap over"
+        f" {'documents' if stride else 'blocks'}, 1,000 draws, seed 0; none from fewer than 5.",
     ]
+    probes = next((entry["passkey"] for entry in encodings if entry.get("passkey")), None)
+    if probes:
+        notes.append(
+            f"Passkeys: a number of five digits in repeated filler, {probes['trials']} for each length and depth, seed"
+            f" {probes['seed']}, the same for every encoding; decoded greedily with a cache. Exact: the reply begins"
+            " with the number. Lenient: it is anywhere in the reply. -: the"
+            " model's table of positions has no room for the reply."
+        )
+    for entry in encodings:
+        older = {k: v for k, v in entry["versions"].items() if v != results["versions"].get(k)}
+        if older:
+            made = ", ".join(f"{name} {version}" for name, version in older.items())
+            notes.append(f"`{entry['label']}` was measured by an earlier run, with {made}.")
     return notes
 
 
 def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
-    model, text = results["model"], results["text"]
+    text = results["text"]
+    models = []
+    for model in _models(results):
+        length = f"{model['trained_length']:,} tokens" if model["trained_length"] else "unknown"
+        size = f"{model['parameters'] / 1e6:,.1f} M parameters"
+        dtype = str(model["dtype"]).removeprefix("torch.")
+        models.append(("model", f"{model['name']} ({model['class']}, {size}, {dtype}; trained length {length})"))
     return [
-        (
-            "model",
-            f"{model['name']} ({model['class']}, {model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
-        ),
-        ("trained length", f"{model['trained_length']:,} tokens" if model["trained_length"] else "unknown"),
+        *models,
         ("text", f"{', '.join(text['sources'])}: {text['documents']:,} documents, {text['tokens']:,} tokens"),
         ("device", results["device"]),
         ("processes", str(results["processes"])),
-        ("seconds", f"{results['seconds']:.1f}"),
+        ("seconds", f"{results['seconds']:,.1f} in all, parts that an earlier run finished included"),
         ("versions", ", ".join(f"{name} {version}" for name, version in results["versions"].items())),
         ("made", results["created"]),
     ]
@@ -240,16 +267,22 @@ _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
+h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+figure { margin: 1.5rem 0; overflow-x: auto; } img { max-width: 100%; height: auto; }
 figcaption, .note { color: #555; font-size: .9rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid #888; }
-pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: .85rem; } code { font-size: .92em; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 7rem;
+  overflow-wrap: anywhere; }
+thead th { border-bottom: 2px solid #888; vertical-align: bottom; }
+pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
+code { font-size: .92em; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 40rem) { img { max-width: none; width: 36rem; } }
+@media print { body { margin: 0; } .wide, figure { overflow: visible; } h2 { break-after: avoid; }
+  figure, tr, pre { break-inside: avoid; } }
 """
 
 
@@ -303,12 +336,13 @@ def _text_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _number(value: Any) -> str:
+    """A perplexity: two decimals, and none from 1,000 on."""
     value = float(value)
     if math.isnan(value):
         return "-"
     if math.isinf(value):
         return "inf"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 100 else f"{value:.2f}"
+    return f"{value:.2f}" if value < 1000 else f"{value:,.0f}" if value < 1e9 else f"{value:.2e}"
 
 
 def _compared(entry: dict[str, Any]) -> bool:
@@ -317,9 +351,11 @@ def _compared(entry: dict[str, Any]) -> bool:
 
 
 def _change(value: Any) -> str:
-    return "-" if value is None or math.isnan(float(value)) else f"{float(value):+.1%}"
+    return "-" if value is None or math.isnan(float(value)) else f"{float(value):+,.1%}"
 
 
-def _mean(values: Any) -> float:
+def _share(values: Any) -> str:
+    """The mean of fractions found; nothing where none was asked for."""
     numbers = [float(value) for value in values]
-    return sum(numbers) / len(numbers)
+    mean = sum(numbers) / len(numbers)
+    return "-" if math.isnan(mean) else f"{mean:.0%}"

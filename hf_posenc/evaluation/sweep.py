@@ -15,18 +15,18 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.evaluation import limits
-from hf_posenc.evaluation.files import plain, write_json
+from hf_posenc.evaluation.files import output_folder, plain, refuse_others_report, write_json
 from hf_posenc.evaluation.likelihood import PerplexityResult, perplexity
 from hf_posenc.evaluation.processes import Processes
 from hf_posenc.evaluation.pseudo import pseudo_perplexity
+from hf_posenc.evaluation.text import Text, read_text
 from hf_posenc.evaluation.windows import DEFINITIONS, DESCRIPTIONS, check_int
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,9 @@ PSEUDO = "pseudo"
 """The definition for fill-in encoders."""
 PSEUDO_TARGETS = 64
 """Tokens masked in each block under that definition: each costs a pass over its block."""
-_VERSION = 2  # part of every part's key: raise it when numbers come out differently
+REPLY = 16
+"""Tokens that the reply to a passkey prompt may take, at most."""
+_VERSION = 3  # part of every part's key: raise it when numbers come out differently
 
 
 def evaluate(
@@ -76,7 +78,8 @@ def evaluate(
 
     Every encoding is patched into the model in turn. One whose numbers do not depend on the length of the sequence is
     measured at all lengths in one pass over blocks of `max(lengths)` tokens; one whose do (`dynamic_ntk`, `longrope`)
-    in one pass for each length, over the beginnings of the same blocks, so that the same targets are scored. The
+    in one pass for each length, over the beginnings of the same blocks, so that the same targets are scored. With a
+    `stride` every encoding has a pass for each length L, in windows of L tokens that slide over the documents. The
     model's trained length and shorter ones are always reported too, with the change against the native encoding: what
     a longer context costs at short ones.
 
@@ -97,8 +100,9 @@ def evaluate(
         max_tokens: use at most so many tokens of text, long documents first (default: all).
         definition: what perplexity is to mean, one of `DEFINITIONS`; "pseudo" for a fill-in encoder, whose row of
             length L then holds windows of L tokens, in each of which 64 tokens are masked in turn.
-        stride: tokens between sliding windows of `max(lengths)` tokens (default: blocks without overlap, which give
-            every context length equally many targets).
+        stride: tokens between sliding windows, which have as many tokens as the row's length; where that is shorter
+            than the stride, they do not overlap (default: blocks of `max(lengths)` tokens without overlap, which need
+            one pass for all lengths).
         bos: put the tokenizer's BOS before each window (default: where the tokenizer itself puts one before a text).
         batch_size: windows run together (default: as many as make 4,096 tokens).
         passkey_trials: passkeys to hide for each length and depth (default: none).
@@ -118,7 +122,7 @@ def evaluate(
         ValueError: an argument that is not allowed, text shorter than the longest length, or an output folder that
             holds something else. Raised before the model runs.
     """
-    wanted = [_wanted(item) for item in ([encodings] if isinstance(encodings, str) else encodings)]
+    wanted = list(dict.fromkeys(map(_wanted, [encodings] if isinstance(encodings, str) else encodings)))
     if not wanted:
         raise ValueError('encodings is empty; name at least one, such as "native".')
     lengths = sorted(set(lengths))
@@ -133,6 +137,8 @@ def evaluate(
             'definition="pseudo" is for encoders, which have no sliding windows and write no answers; leave stride and'
             " passkey_trials out."
         )
+    if definition == "disjoint" and stride is not None:
+        raise ValueError(f'stride={stride} is not allowed with definition="disjoint", whose windows do not overlap.')
     if stride is not None:
         check_int("stride", stride, low=1, why="it is the number of tokens between windows")
         if stride > max(lengths):
@@ -141,22 +147,26 @@ def evaluate(
                 " would be skipped."
             )
     check_int("passkey_trials", passkey_trials, low=0, why="it is the number of passkeys for each length and depth")
-    folder = _output_folder(output)
+    passkey_lengths = sorted(set(passkey_lengths or lengths)) if passkey_trials else []
+    depths = sorted({float(depth) for depth in passkey_depths})
+    if not depths or not 0 <= depths[0] <= depths[-1] <= 1:
+        raise ValueError(f"passkey_depths={depths} is not allowed; give numbers from 0 (the start of the text) to 1.")
+    folder = output_folder(output)
     processes = Processes.find()
-    started = time.time()
 
     source = _Source(model, tokenizer, dtype, device, "masked" if definition == PSEUDO else "causal")
     if definition == PSEUDO and source.tokenizer.mask_token_id is None:
         raise ValueError('definition="pseudo" needs a tokenizer with a mask token; this one has none.')
-    _refuse_anothers_report(folder, source)
+    refuse_others_report(folder, [(source.fingerprint, source.place)])
     bos = False if definition == PSEUDO else bos
-    text = _read(source.tokenizer, texts, documents, concatenate, max_tokens, max(lengths), bos)
-    with _part(folder, {"version": _VERSION, "task": "model", "model": source.fingerprint}, fresh, processes) as part:
+    text = read_text(source.tokenizer, texts, documents, concatenate, max_tokens, max(lengths), bos)
+    key = {"version": _VERSION, "task": "model", "model": source.fingerprint, "dtype": source.dtype_name}
+    with _part(folder, key, fresh, processes) as part:
         if not part:
             part |= source.facts()
     trained = source.facts(part)["trained_length"]
     reported = _reported(lengths, trained)
-    todo = list(dict.fromkeys(wanted))
+    todo = sorted(wanted, key=lambda item: item != SAVED)  # before the model is patched with others
     if NATIVE not in todo and trained is not None and reported[0] <= trained:
         todo.append(_SHORT_NATIVE)
 
@@ -169,41 +179,34 @@ def evaluate(
         "stride": stride,
         "bos": text.bos,
     }
+    task = {"task": "passkey", "depths": depths, "trials": passkey_trials, "seed": seed}
+    task |= {name: common[name] for name in ("version", "model", "dtype")}
+    task |= {"tokenizer": _hash_tokenizer(source.tokenizer), "made_for": max(lengths)}
     parts: dict[Any, dict[str, Any]] = {}
+    retrieval: dict[Any, dict[int, dict[str, Any]]] = {}
     for item in todo:
         upto = [length for length in reported if trained and length <= trained] if item is _SHORT_NATIVE else reported
         key = common | {"task": "perplexity", "encoding": _key(item), "lengths": upto, "made_for": max(lengths)}
         with _part(folder, key, fresh, processes) as part:
             if not part:
                 live = source.patched(item, max(lengths))
-                part |= _describe(live, item)
+                part |= _describe(live, item, max(lengths)) | {"device": source.device_name, "versions": _versions()}
                 logger.info("Measuring %s", part["label"])
                 if definition == PSEUDO:
                     part |= _measure_pseudo(live, source.tokenizer, text, upto, max(lengths), batch_size, progress)
                 else:
-                    separate = part["length_dependent"]
+                    separate = part["length_dependent"] or stride is not None
                     options = {"definition": definition, "batch_size": batch_size, "progress": progress}
                     part |= _measure(live, text, upto, max(lengths), stride, separate, **options)
         parts[item] = part
-    retrieval: dict[Any, dict[str, Any]] = {}
-    for item in wanted if passkey_trials else []:
-        task: dict[str, Any] = {
-            "lengths": sorted(set(passkey_lengths or lengths)),
-            "depths": [float(depth) for depth in passkey_depths],
-            "trials": passkey_trials,
-            "seed": seed,
-        }
-        key = {k: common[k] for k in ("version", "model", "dtype")}
-        key |= {"tokenizer": _hash_tokenizer(source.tokenizer)}
-        key |= {"task": "passkey", "encoding": _key(item), "made_for": max(lengths)} | task
-        with _part(folder, key, fresh, processes) as part:
-            if not part:
-                from hf_posenc.evaluation.retrieval import passkey
-
-                began = time.time()
-                found = passkey(source.patched(item, max(lengths)), source.tokenizer, progress=progress, **task)
-                part |= {"accuracy": found.accuracy, "lenient": found.lenient, **task, "seconds": time.time() - began}
-        retrieval[item] = part
+        for size in passkey_lengths if item is not _SHORT_NATIVE else []:
+            with _part(folder, task | {"encoding": _key(item), "length": size}, fresh, processes) as part:
+                if not part:
+                    live = source.patched(item, max(lengths))
+                    logger.info("Hiding passkeys under %s in %d tokens", parts[item]["label"], size)
+                    part |= _measure_passkeys(live, source.tokenizer, size, depths, passkey_trials, seed, progress)
+                    part |= {"device": source.device_name, "versions": _versions()}
+            retrieval.setdefault(item, {})[size] = part
     source.restore()
 
     rows = []
@@ -212,20 +215,29 @@ def evaluate(
         entry = dict(parts[item])
         # A model saved with its encoding in its own config has no other to go back to: nothing is compared.
         entry["is_native"] = item == SAVED and native is not None and entry["encoding"] == native["encoding"]
-        against = None if entry["is_native"] else native
-        entry["rows"] = [_against(row, against) for row in entry["rows"]]
+        twin = None if entry["is_native"] else native
+        entry["rows"] = [against(row, twin) for row in entry["rows"]]
         if item in retrieval:
-            entry["passkey"] = retrieval[item]
+            found = retrieval[item]
+            entry["passkey"] = {
+                "accuracy": {size: part["accuracy"] for size, part in found.items()},
+                "lenient": {size: part["lenient"] for size, part in found.items()},
+                "depths": depths,
+                "trials": passkey_trials,
+                "seed": seed,
+                "seconds": sum(part["seconds"] for part in found.values()),
+            }
         if isinstance(item, str):
             entry["label"] = item if item == NATIVE else f"{item} ({entry['label']})"
         rows.append(entry)
+    measured = [part for item in todo for part in (parts[item], *retrieval.get(item, {}).values())]
     results = plain(
         {
             "title": title or f"{source.name} by context length",
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(command if command is not None else sys.argv),
             "versions": _versions(),
-            "device": source.device_name,
+            "device": "; ".join(dict.fromkeys(part["device"] for part in measured)),
             "processes": processes.count,
             "model": source.facts(),
             "text": text.facts(),
@@ -240,8 +252,9 @@ def evaluate(
                 "passkey_trials": passkey_trials,
                 "seed": seed,
             },
-            "seconds": time.time() - started,
+            "seconds": sum(part["seconds"] for part in measured),
             "native": native,
+            "compared_with": NATIVE,
             "encodings": rows,
         }
     )
@@ -317,9 +330,7 @@ class _Source:
 
     @property
     def device_name(self) -> str:
-        if self._model is None:
-            return "none: every part was finished before"
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         if device.type == "cuda":
             return f"{device} ({torch.cuda.get_device_name(device)})"
         return f"{device} ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
@@ -347,16 +358,9 @@ class _Source:
         from hf_posenc.patch import patch, unpatch
 
         self.facts()  # of the model as it was loaded
-        if item == SAVED:
-            if self._state != SAVED:
-                if self._where is None:
-                    raise ValueError(
-                        f'encodings: "{SAVED}" must stand before the others for a model that is loaded already.'
-                    )
-                self._model = None
-                self._state = SAVED
-            return self.model
-        if item in (NATIVE, _SHORT_NATIVE):
+        if item == SAVED:  # measured before all others
+            assert self._state == SAVED
+        elif item in (NATIVE, _SHORT_NATIVE):
             if _is_patched(self.model):
                 unpatch(self.model)
         else:
@@ -395,8 +399,8 @@ def _key(item: Any) -> Any:
     return item if isinstance(item, str) else item.to_dict()
 
 
-def _describe(model: nn.Module, asked: Any) -> dict[str, Any]:
-    """What stands in the report about the encoding in force, and was asked for as `asked`."""
+def _describe(model: nn.Module, asked: Any, longest: int) -> dict[str, Any]:
+    """What stands in the report about the encoding in force, which was asked for as `asked`, up to `longest` tokens."""
     from hf_posenc.patch import encoding_of
 
     try:
@@ -406,7 +410,7 @@ def _describe(model: nn.Module, asked: Any) -> dict[str, Any]:
     frequencies = None
     if encoding.site == "rotary":
         with contextlib.suppress(Exception):  # a picture less is no reason to lose a measurement
-            frequencies = _frequencies(model, encoding)
+            frequencies = _frequencies(model, encoding, longest)
     return {
         "label": _label(asked, encoding),
         "encoding": encoding.to_dict(),
@@ -427,13 +431,12 @@ def _label(asked: Any, encoding: Any) -> str:
     return str(asked.replace(**worked_out))
 
 
-def _frequencies(model: nn.Module, encoding: Any) -> list[float]:
-    """Radians per token of each rotary pair, for sequences of the trained length where they depend on it."""
+def _frequencies(model: nn.Module, encoding: Any, length: int) -> list[float]:
+    """Radians per token of each rotary pair, for sequences of `length` tokens where they depend on it."""
     from hf_posenc.positions import CALL, Plan
 
     plans = (getattr(getattr(module, CALL, None), "plan", None) for module in model.modules())
     plan = next((plan for plan in plans if isinstance(plan, Plan)), None)
-    trained = limits.trained_length(model) or 0
     if plan is not None:
         resolved: Any = plan.resolved
         head_dim = plan.shape.head_dim
@@ -441,8 +444,8 @@ def _frequencies(model: nn.Module, encoding: Any) -> list[float]:
         config: Any = limits.text_config(model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         resolved = encoding
-    length = torch.tensor([trained]) if encoding.length_dependent else None
-    return resolved.frequencies(int(head_dim * resolved.rotary_fraction), length).reshape(-1).tolist()
+    lengths = torch.tensor([length]) if encoding.length_dependent else None
+    return resolved.frequencies(int(head_dim * resolved.rotary_fraction), lengths).reshape(-1).tolist()
 
 
 def _first_device() -> str | None:
@@ -479,212 +482,7 @@ def _hash_weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------- the text
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Documents as token ids."""
-
-    sources: list[str]
-    documents: list[Tensor]
-    num_bytes: int
-    bos: int | None
-    concatenated: bool
-
-    @property
-    def digest(self) -> str:
-        digest = hashlib.sha256()
-        for document in self.documents:
-            digest.update(f"{len(document)} ".encode() + document.numpy().tobytes())
-        return digest.hexdigest()
-
-    def blocks(self, length: int) -> list[Tensor]:
-        """Documents cut into blocks of `length` tokens that share one token with the next, so that no target is
-        lost."""
-        room = length - (self.bos is not None)
-        blocks = []
-        for document in self.documents:
-            for begin in range(0, len(document) - 1, room - 1):
-                blocks.append(document[begin : begin + room])
-        return blocks
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "sources": self.sources,
-            "documents": len(self.documents),
-            "longest": max(len(document) for document in self.documents),
-            "tokens": sum(len(document) for document in self.documents),
-            "bytes": self.num_bytes,
-            "sha256": self.digest,
-            "concatenated": self.concatenated,
-        }
-
-
-def _read(
-    tokenizer: Any,
-    texts: str | Path | Sequence[str | Path],
-    documents: Sequence[str] | None,
-    concatenate: bool,
-    max_tokens: int | None,
-    longest: int,
-    bos: bool | None,
-) -> _Text:
-    if max_tokens is not None:
-        check_int("max_tokens", max_tokens, low=longest, why="it must hold at least one block of the longest length")
-    sources = [str(texts)] if isinstance(texts, (str, Path)) else [str(item) for item in texts]
-    if documents is None:
-        if not sources or not all(source.strip() for source in sources):
-            raise ValueError("texts is empty, or one of them is ''; name a text file, a folder of them, or a data set.")
-        documents = _load_texts(sources, tokenizer)
-    elif sources:
-        raise ValueError("texts and documents are both given; give one of them.")
-    else:
-        sources = ["given directly"]
-    documents = [document for document in documents if document.strip()]
-    if not documents:
-        raise ValueError(f"There is no text in {', '.join(sources)}: every document in it is blank.")
-    bos_id = _bos(tokenizer, bos)
-    budget = None if max_tokens is None or concatenate else max_tokens
-    tokens: list[Tensor] = []
-    sizes: list[int] = []
-    for document in documents:
-        ids = tokenize(tokenizer, document)
-        if len(ids) > 1:
-            tokens.append(ids)
-            sizes.append(len(document.encode("utf-8")))
-        if concatenate and max_tokens is not None and sum(map(len, tokens)) >= max_tokens:
-            break
-        # Documents that hold a whole block come first, so the budget may be full before the last one is read.
-        if budget is not None and sum(len(ids) for ids in tokens if len(ids) >= longest) >= budget:
-            break
-    special = set(tokenizer.all_special_ids)
-    if all(token in special for ids in tokens for token in ids.tolist()):
-        raise ValueError(f"There is nothing to predict in {', '.join(sources)}: it holds only special tokens.")
-    if concatenate:
-        end = tokenizer.eos_token_id
-        separator = torch.tensor([] if end is None else [end], dtype=torch.int64)
-        joined = torch.cat([piece for ids in tokens for piece in (ids, separator)])
-        tokens, sizes = [joined[: len(joined) - len(separator)]], [sum(sizes)]
-    found = max(len(ids) for ids in tokens)
-    if found < longest:
-        more = "" if concatenate else " Or join the documents: concatenate=True."
-        raise ValueError(
-            f"The longest document has {found} tokens, which is less than the longest length asked for ({longest})."
-            f" Give longer text, or lengths up to {found}.{more}"
-        )
-    if max_tokens is not None:
-        tokens, sizes = _within_budget(tokenizer, tokens, sizes, max_tokens, longest)
-    return _Text(sources, tokens, sum(sizes), bos_id, concatenate)
-
-
-def _within_budget(
-    tokenizer: Any, tokens: list[Tensor], sizes: list[int], max_tokens: int, longest: int
-) -> tuple[list[Tensor], list[int]]:
-    """Documents that hold a block of the longest length first, in their order; the last one is cut."""
-    kept: list[Tensor] = []
-    bytes_kept: list[int] = []
-    for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i]) < longest):
-        left = max_tokens - sum(map(len, kept))
-        if left < 2:
-            break
-        ids = tokens[i][:left]
-        kept.append(ids)
-        whole = len(ids) == len(tokens[i])
-        bytes_kept.append(sizes[i] if whole else len(tokenizer.decode(ids.tolist()).encode("utf-8")))
-    return kept, bytes_kept
-
-
-def _load_texts(sources: list[str], tokenizer: Any) -> list[str]:
-    from hf_posenc.data import load_documents
-
-    documents = []
-    for row in load_documents(sources):
-        text = row["text"]
-        if not text and row.get("messages"):
-            if not getattr(tokenizer, "chat_template", None):
-                raise ValueError(
-                    f"Document {row['id']!r} is a conversation, and the tokenizer has no chat template to write it"
-                    " with."
-                )
-            text = tokenizer.apply_chat_template(json.loads(row["messages"]), tokenize=False)
-        documents.append(text)
-    return documents
-
-
-def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The whole text as token ids [length], without special tokens.
-
-    Raises:
-        ValueError: the tokenizer cut the text off, whatever it was told.
-    """
-    offsets = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False, return_offsets_mapping=offsets)
-    if offsets and encoded["offset_mapping"]:
-        end = encoded["offset_mapping"][-1][1]
-        if len(text[end:].strip()) > 64:  # a few characters may be normalised away
-            raise ValueError(
-                f"The tokenizer ({type(tokenizer).__name__}, model_max_length={tokenizer.model_max_length}) cut a"
-                " text of"
-                f" {len(text)} characters off after {end}, although it was told not to. Load it without truncation."
-            )
-    return torch.tensor(encoded["input_ids"], dtype=torch.int64)
-
-
-def _bos(tokenizer: Any, wanted: bool | None) -> int | None:
-    token = getattr(tokenizer, "bos_token_id", None)
-    if wanted is False:
-        return None
-    if wanted is True:
-        if token is None:
-            raise ValueError("bos=True, but the tokenizer has no BOS token. Leave it out, or give the tokenizer one.")
-        return token
-    ids = tokenizer("a")["input_ids"]
-    return token if token is not None and ids and ids[0] == token else None
-
-
 # ---------------------------------------------------------------------- the parts
-
-
-def _output_folder(output: str | Path | None) -> Path | None:
-    """The folder to write into.
-
-    Raises:
-        ValueError: it is a file, or holds something that is not an evaluation.
-    """
-    if output is None:
-        return None
-    folder = Path(output)
-    if folder.exists():
-        if not folder.is_dir():
-            raise ValueError(f"output={str(output)!r} is a file; name a folder.")
-        names = {item.name for item in folder.iterdir()}
-        if names and not names & {"results.json", "parts"}:
-            raise ValueError(
-                f"output={str(output)!r} holds something else ({', '.join(sorted(names)[:3])}). Name a new folder,"
-                " or one that"
-                " an earlier evaluation wrote."
-            )
-    return folder
-
-
-def _refuse_anothers_report(folder: Path | None, source: _Source) -> None:
-    """Raise a ValueError where the report in `folder` is of another model, which this one's would replace.
-
-    The same place with other weights is a model trained again: its report may be replaced.
-    """
-    if folder is None or not (folder / "results.json").is_file():
-        return
-    try:
-        theirs = json.loads((folder / "results.json").read_text(encoding="utf-8"))["model"]
-        fingerprint, place = theirs["fingerprint"], theirs["source"]
-    except (ValueError, KeyError, TypeError):
-        return  # no report that could be lost
-    if fingerprint != source.fingerprint and place != source.place:
-        raise ValueError(
-            f"output={str(folder)!r} holds the report on another model ({place}). Name another folder, or remove that"
-            " one first."
-        )
 
 
 @contextlib.contextmanager
@@ -703,7 +501,7 @@ def _part(folder: Path | None, key: dict[str, Any], fresh: bool, processes: Proc
         write_json(path, {"key": key, "part": part})
     for name in ("accuracy", "lenient"):  # JSON has no numbers for keys
         if name in part:
-            part[name] = {int(n): {float(d): v for d, v in row.items()} for n, row in part[name].items()}
+            part[name] = {float(depth): float(value) for depth, value in part[name].items()}
 
 
 def _reported(lengths: Sequence[int], trained: int | None) -> list[int]:
@@ -716,7 +514,7 @@ def _reported(lengths: Sequence[int], trained: int | None) -> list[int]:
 
 def _measure(
     model: nn.Module,
-    text: _Text,
+    text: Text,
     lengths: list[int],
     block_length: int,
     stride: int | None,
@@ -727,8 +525,9 @@ def _measure(
 
     Args:
         block_length: what the text is cut into, the same for every encoding, so that all are scored on the same
-        targets.
-        separate: give each length a pass of its own.
+            targets.
+        separate: give each length a pass of its own. With a stride it must: but for the beginnings of documents, a
+            window scores only targets with nearly all of it before them.
         options: of `perplexity`.
     """
     began = time.time()
@@ -747,6 +546,7 @@ def _measure(
         results[length] = perplexity(model, pieces, length, step, bos=text.bos, **options)
         seconds[length] = time.time() - start
     whole = results[longest]
+    counted_again = options["definition"] == "full_windows" and stride is not None
     rows = []
     for length in lengths:
         part = results.get(length, whole).within(length // 2, length)
@@ -765,7 +565,7 @@ def _measure(
         "tokens": whole.tokens,
         "nll": whole.nll,
         "perplexity": whole.perplexity,
-        "bits_per_byte": dataclasses.replace(whole, num_bytes=text.num_bytes).bits_per_byte,
+        "bits_per_byte": None if counted_again else dataclasses.replace(whole, num_bytes=text.num_bytes).bits_per_byte,
         "interval": _interval(whole),
         "windows": whole.windows,
         "passes": len(results),
@@ -779,7 +579,7 @@ def _measure(
 def _measure_pseudo(
     model: nn.Module,
     tokenizer: Any,
-    text: _Text,
+    text: Text,
     lengths: list[int],
     block_length: int,
     batch_size: int | None,
@@ -833,12 +633,34 @@ def _measure_pseudo(
     }
 
 
+def _measure_passkeys(
+    model: nn.Module,
+    tokenizer: Any,
+    length: int,
+    depths: list[float],
+    trials: int,
+    seed: int,
+    progress: bool | None,
+) -> dict[str, Any]:
+    """Passkeys found in prompts of one length by depth; NaN where a table has no rows left for the reply."""
+    from hf_posenc.evaluation.retrieval import passkey
+
+    began = time.time()
+    limit = limits.hard_limit(model)
+    if limit is not None and length <= limit[0] < length + REPLY:
+        exact = lenient = dict.fromkeys(depths, float("nan"))
+    else:
+        found = passkey(model, tokenizer, [length], depths, trials, seed, progress=progress)
+        exact, lenient = found.accuracy[length], found.lenient[length]
+    return {"accuracy": exact, "lenient": lenient, "seconds": time.time() - began}
+
+
 def _interval(result: PerplexityResult) -> tuple[float, float] | None:
     enough = len(torch.unique(result.document_of)) >= DOCUMENTS_FOR_INTERVAL
     return result.confidence_interval() if enough else None
 
 
-def _against(row: dict[str, Any], native: dict[str, Any] | None) -> dict[str, Any]:
+def against(row: dict[str, Any], native: dict[str, Any] | None) -> dict[str, Any]:
     """The row with its change against the native encoding at the same length, as a fraction."""
     twin = next((r for r in native["rows"] if r["length"] == row["length"]), None) if native else None
     change = float(row["perplexity"]) / float(twin["perplexity"]) - 1 if twin else None
