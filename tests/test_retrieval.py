@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +10,24 @@ from typing import Any
 import pytest
 import torch
 from test_reports import letters
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.evaluation import needle, passkey, planted_sentence, ruler, score_answer
 from hf_posenc.evaluation.answers import answer_span
+from hf_posenc.evaluation.embedding_retrieval import (
+    FACTS,
+    PASS_KEYS,
+    TIE,
+    RankedQuery,
+    _compare,
+    _edges,
+    _encode,
+    _pieces,
+    accuracy_curve,
+    mean_pool,
+)
 from hf_posenc.evaluation.probes import FILLER, Reply, fit, place
 from hf_posenc.evaluation.ruler_tasks import TASKS
 from models import tiny_bert, tiny_gpt2, tiny_llama
@@ -265,32 +277,169 @@ class Bag(nn.Module):
     def __init__(self, blind: bool = False) -> None:
         super().__init__()
         self.blind = blind
+        self.rows: list[list[int]] = []
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor]:
+        self.rows += [ids[mask > 0].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
         ids = torch.zeros_like(input_ids) if self.blind else input_ids
         return (torch.nn.functional.one_hot(ids, 4000).float(),)
 
 
-def whole_words() -> PreTrainedTokenizerFast:
+def whole_words(special: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each word; `special`: between [CLS] and [SEP], as BERT's."""
     inner = Tokenizer(models.WordLevel({"<u>": 0}, unk_token="<u>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    from hf_posenc.evaluation.embedding_retrieval import NAMES
+    text = " ".join([FILLER, *itertools.chain(*FACTS, *PASS_KEYS)])
+    trainer = trainers.WordLevelTrainer(special_tokens=["<u>", "[CLS]", "[SEP]"], show_progress=False)
+    inner.train_from_iterator([text], trainer)
+    if special:
+        pairs = [("[CLS]", inner.token_to_id("[CLS]")), ("[SEP]", inner.token_to_id("[SEP]"))]
+        inner.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=pairs)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<u>", pad_token="<u>", cls_token="[CLS]", sep_token="[SEP]"
+    )
 
-    text = f"{FILLER} The pass key of What is the pass key of is . ? {' '.join(NAMES)}"
-    inner.train_from_iterator([text], trainers.WordLevelTrainer(special_tokens=["<u>"], show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<u>", pad_token="<u>")
 
-
-def test_planted_sentences_are_found_by_their_names() -> None:
+def test_planted_sentences_are_found_by_their_words() -> None:
     tokenizer = whole_words()
-    result = planted_sentence(Bag(), tokenizer, [64, 128], documents=10)
-    assert result.accuracy == {64: 1.0, 128: 1.0}
+    result = planted_sentence(Bag(), tokenizer, [64, 128], documents=10, trials=2, facts=PASS_KEYS)
+    assert result.accuracy == {64: 1.0, 128: 1.0} == result.ranks
     assert result.chance == 0.1
-    assert planted_sentence(Bag(), tokenizer, [64, 128], documents=10, batch_size=3) == result
-    blind = planted_sentence(Bag(blind=True), tokenizer, [64], documents=10)
-    assert blind.accuracy == {64: 0.0}  # documents that all look alike are not found
-    assert math.isclose(blind.ranks[64], 0.1)
+    assert len(result.queries) == 40
+    low, high = result.intervals[64]
+    assert 0.83 < low < 0.85 and high == 1.0  # Wilson: 20 of 20
+    again = planted_sentence(Bag(), tokenizer, [64, 128], documents=10, trials=2, facts=PASS_KEYS, batch_size=3)
+    assert again == result
     with pytest.raises(ValueError, match="32 rows"):
         planted_sentence(tiny_bert().bert, tokenizer, [64])
-    with pytest.raises(ValueError, match="documents=99"):
-        planted_sentence(Bag(), tokenizer, [64], documents=99)
+    for changes, message in (
+        ({"documents": 99}, "documents=99"),
+        ({"trials": 0}, "trials=0"),
+        ({"haystack": " "}, "haystack"),
+        ({"lengths": [5]}, "alone takes"),
+        ({"truncate": 32, "windows": 32}, "exclude each other"),
+        ({"windows": 0}, "windows=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planted_sentence(Bag(), tokenizer, **({"lengths": [64]} | changes))  # type: ignore[arg-type]
+
+
+def test_documents_that_all_look_alike_are_found_by_chance() -> None:
+    blind = planted_sentence(Bag(blind=True), whole_words(), [64], documents=10, trials=1)
+    assert blind.accuracy == {64: pytest.approx(0.1)}
+    assert blind.ranks[64] == pytest.approx(sum(1 / rank for rank in range(1, 11)) / 10)
+    assert [(query.above, query.level) for query in blind.queries] == [(0, 9)] * 10
+
+
+def test_a_query_is_ranked_among_the_documents() -> None:
+    documents = torch.eye(3, dtype=torch.float64)
+    queries = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [1.0, 1.0, 1.0 - 1e-9]], dtype=torch.float64)
+    above, level = _compare(queries, documents)
+    assert (above, level) == ([0, 1, 0], [0, 0, 2])
+    second = RankedQuery(64, 0, 0.5, 1, 0)
+    assert (second.found, second.reciprocal_rank) == (0.0, 0.5)
+    level_with_one = RankedQuery(64, 0, 0.5, 0, 1)
+    assert (level_with_one.found, level_with_one.reciprocal_rank) == (0.5, 0.75)
+
+
+def test_planted_documents_are_as_asked() -> None:
+    """One text in a trial, one sentence that differs, depths evenly spread, and the same for every length and model."""
+    tokenizer, encoder = whole_words(special=True), Bag()
+    arguments: dict[str, Any] = {"documents": 8, "trials": 2, "facts": PASS_KEYS, "batch_size": 8}
+    result = planted_sentence(encoder, tokenizer, [100, 400], **arguments)
+    texts = [tokenizer.decode(row[1:-1]) for row in encoder.rows]
+    questions = []
+    for number, (length, trial) in enumerate(itertools.product((100, 400), range(2))):
+        asked, documents = texts[16 * number : 16 * number + 8], texts[16 * number + 8 : 16 * number + 16]
+        questions.append(asked)
+        assert all(length * 0.99 <= len(text.split()) + 2 <= length for text in documents)
+        sentence = r"The pass key of (\w+) is \d+ \. ?"
+        names = [re.findall(r"pass key of (\w+) \?", question) for question in asked]
+        assert [re.findall(sentence, text) for text in documents] == names
+        assert len({tuple(re.sub(sentence, "", text).split()[: length - 20]) for text in documents}) == 1
+        queries = [query for query in result.queries if (query.length, query.trial) == (length, trial)]
+        assert sorted(query.depth for query in queries) == [(place + 0.5) / 8 for place in range(8)]
+        for query, text in zip(queries, documents, strict=True):
+            assert abs(text.index("The pass") / len(text) - query.depth) < 0.12
+    assert questions[0] == questions[2] and questions[1] == questions[3] and set(questions[0]) != set(questions[1])
+    depths = [[query.depth for query in result.queries if query.length == length] for length in (100, 400)]
+    assert depths[0] == depths[1]
+    again = Bag()
+    assert planted_sentence(again, tokenizer, [100, 400], **arguments) == result
+    assert again.rows == encoder.rows
+
+
+def test_real_text_starts_at_a_sentence_of_its_own_in_each_trial() -> None:
+    text = " ".join(f"Line {number} ends here." for number in range(200))
+    tokenizer, encoder = letters(), Bag()
+    planted_sentence(encoder, tokenizer, [600], documents=2, trials=3, haystack=text, batch_size=4)
+    documents = [tokenizer.decode(row) for row in encoder.rows if len(row) > 500]
+    starts = [re.findall(r"Line (\d+)", document)[0] for document in documents]
+    assert starts[0] == starts[1] and len(set(starts)) == 3
+    assert all(document.startswith(("Line", *(sentence for sentence, _ in FACTS))) for document in documents)
+
+
+def test_truncated_documents_are_found_by_what_is_left() -> None:
+    tokenizer, encoder = whole_words(special=True), Bag()
+    result = planted_sentence(
+        encoder, tokenizer, [128], documents=8, trials=2, facts=PASS_KEYS, truncate=64, batch_size=1
+    )
+    rows = [row for row in encoder.rows if len(row) > 20]
+    assert {len(row) for row in rows} == {64}
+    assert {(tokenizer.decode(row[:1]), tokenizer.decode(row[-1:])) for row in rows} == {("[CLS]", "[SEP]")}
+    for query in result.queries:  # the sentences of the second half were not seen; they leave four documents alike
+        if query.depth < 0.4:
+            assert (query.above, query.level) == (0, 0)
+        elif query.depth > 0.6:
+            assert query.level >= 2 and query.found <= 1 / 3
+    quarters = result.by_depth(4)[128]
+    assert quarters[0] == 1.0 and quarters[3] < 0.4
+    assert sum(quarters) / 4 == pytest.approx(result.accuracy[128])
+    with pytest.raises(ValueError, match="32 rows"):
+        planted_sentence(tiny_bert().bert, tokenizer, [128], truncate=64)
+    bert = tiny_bert(vocab_size=600).bert
+    assert set(planted_sentence(bert, tokenizer, [128], documents=2, trials=1, truncate=32).accuracy) == {128}
+
+
+def test_windows_are_averaged_by_their_tokens() -> None:
+    tokenizer, encoder = whole_words(special=True), Bag()
+    arguments: dict[str, Any] = {"documents": 8, "trials": 1, "facts": PASS_KEYS, "batch_size": 5}
+    assert planted_sentence(encoder, tokenizer, [128], windows=64, **arguments).accuracy == {128: 1.0}
+    assert {len(row) for row in encoder.rows if len(row) > 20} == {64}
+    whole = [*range(10, 135), tokenizer.unk_token_id]
+    row = [tokenizer.cls_token_id, *whole, tokenizer.sep_token_id]
+    pieces = _pieces(row, 64, _edges(tokenizer))
+    assert [len(piece) for piece in pieces] == [64, 64, 4]
+    assert {(piece[0], piece[-1]) for piece in pieces} == {(row[0], row[-1])}
+    assert [token for piece in pieces for token in piece[1:-1]] == whole
+    assert _pieces(row, 128, _edges(tokenizer)) == [row]
+    assert _edges(whole_words()) == (0, 0)
+    vector = _encode(Bag(), tokenizer, [pieces, [row]], mean_pool, 2)
+    assert torch.allclose(vector[0, whole] / vector[0, whole].sum(), vector[1, whole] / vector[1, whole].sum())
+
+
+def test_no_vector_depends_on_its_batch() -> None:
+    """Padding is seen by neither the encoder's attention nor the mean."""
+    tokenizer = whole_words(special=True)
+    model = tiny_bert(vocab_size=600, max_position_embeddings=64).bert.eval()
+    rows = [[[5, 6, 7]], [list(range(8, 60))], [list(range(3, 23)), [9]]]
+    with torch.no_grad():
+        alone, together = (_encode(model, tokenizer, rows, mean_pool, size) for size in (1, 4))
+    assert float((alone - together).abs().max()) < TIE
+
+
+def test_the_mean_of_a_long_text_keeps_its_digits() -> None:
+    """A bfloat16 mean of 2,048 vectors would lose what one of them brings."""
+    hidden = torch.ones(1, 2048, 1, dtype=torch.bfloat16)
+    hidden[0, 7] = 3.0
+    pooled = mean_pool(hidden, torch.ones(1, 2048, dtype=torch.int64))
+    assert pooled.dtype == torch.float32
+    assert float(pooled) == pytest.approx(1 + 2 / 2048, abs=1e-6)
+
+
+def test_accuracy_is_drawn() -> None:
+    results = {"bag": planted_sentence(Bag(), whole_words(), [64, 128], 4, 1, facts=PASS_KEYS)}
+    figure = accuracy_curve(results, trained_length=64)
+    (axes,) = figure.axes
+    assert "first" in axes.get_ylabel() and "tokens" in axes.get_xlabel()
+    assert list(axes.lines[0].get_ydata()) == [1.0, 1.0]
