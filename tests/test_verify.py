@@ -101,6 +101,42 @@ def test_shift_is_expected_to_change_only_absolute_encodings(architecture: str, 
     assert by_name["shift"].relation == relation
 
 
+def nearly_uniform(architecture: str, seed: int = 0, **fields: Any) -> Any:
+    """A model as it is drawn: its scores are all about 0, and little depends on the other tokens."""
+    return ARCHITECTURES[architecture](initializer_range=0.02, seed=seed, **fields)
+
+
+@pytest.mark.parametrize("name", [None, "alibi", "rope", "t5", "fire", "sinusoidal", "learned"])
+def test_passes_where_attention_is_nearly_uniform(architecture: str, name: str | None) -> None:
+    for seed in range(3):
+        model = nearly_uniform(architecture, seed)
+        report = hf_posenc.verify(model if name is None else patch(model, EVERY[name]))
+        assert report.passed, str(report)
+        assert {check.name for check in report.checks if check.passed is None} <= {"swap", "shift"}
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_nothing_is_concluded_from_a_model_that_shows_nothing(architecture: str) -> None:
+    """Other tokens count for nothing in it: order cannot show, and what enters attention is still proved."""
+    model = patch(ARCHITECTURES[architecture](initializer_range=1e-5), "alibi")
+    report = hf_posenc.verify(model)
+    swap = next(check for check in report.checks if check.name == "swap")
+    assert swap.passed is None and "too little to tell" in swap.explanation
+    assert report.passed and report.inconclusive == 1
+    assert "in force (1 of" in str(report).splitlines()[0] and "swap            inconclusive" in str(report)
+    assert not dataclasses.replace(report, checks=(swap,)).passed
+    assert str(dataclasses.replace(report, checks=(swap,))).splitlines()[0].endswith(": nothing can be concluded")
+
+
+def test_fails_where_order_should_count_and_does_not() -> None:
+    """In half and in full attention: a BERT whose encoding is gone, however little it shows of other tokens."""
+    for spread in (0.3, 0.1):
+        model = patch(ARCHITECTURES["bert"](initializer_range=spread), "alibi")
+        assert "swap" not in failed(model)
+        model.config.__class__ = type(model.config).__mro__[2]
+        assert {"swap", "score"} <= failed(model)
+
+
 # ---------------------------------------------------------------------- what was sabotaged fails
 
 
