@@ -46,12 +46,25 @@ def load_model(
         ValueError: nothing at `source`, a folder without a model or (unless `tokenizer` is False) a tokenizer, weights
             that are damaged, missing, or of other sizes than the config says, or an unknown `dtype` or `task`.
     """
+    _import_plugin()
+    if task not in TASKS:
+        raise ValueError(f"task={task!r} is not known; choose one of {', '.join(TASKS)}.")
+    dtype = _as_dtype(dtype)
+    # The tokenizer first: it takes a moment, the weights may take minutes.
+    found = load_tokenizer(source, needed=tokenizer)
+    return load_weights(source, dtype, device_map, task=task), found
+
+
+def load_weights(source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal") -> Any:
+    """The model alone, as `load_model` loads it; whether there is a tokenizer does not matter.
+
+    Raises:
+        ValueError: see `load_model`.
+    """
     import torch
     import transformers
 
     _import_plugin()
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is not known; choose one of {', '.join(TASKS)}.")
     auto = {
         "causal": transformers.AutoModelForCausalLM,
         "masked": transformers.AutoModelForMaskedLM,
@@ -63,17 +76,13 @@ def load_model(
     where = str(source) if path is None else str(path)
     if kind == "adapter":
         assert path is not None
-        model, found = _load_adapter(path, dtype, device_map, task, tokenizer)
-        return model.eval(), found
+        return _load_adapter(path, dtype, device_map, task).eval()
     if kind == "gguf":
         assert path is not None
         where, options["gguf_file"] = str(path.parent), path.name
         options["dtype"] = torch.float32 if dtype in (None, "auto") else dtype
     elif dtype is not None:
         options["dtype"] = dtype
-    found = _tokenizer_of(
-        source, kind, path, needed=tokenizer
-    )  # first: it takes a moment, the weights may take minutes
     try:
         model, loading = auto.from_pretrained(where, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
@@ -83,7 +92,7 @@ def load_model(
     if kind == "gguf":
         _forget_quantization(model)
     _refuse_missing(source, loading, task)
-    return model.eval(), found
+    return model.eval()
 
 
 def _unreadable() -> tuple[type[Exception], ...]:
@@ -128,7 +137,7 @@ def _tokenizer_of(source: str | Path, kind: str, path: Path | None, needed: bool
     if kind == "gguf":
         assert path is not None
         where, options["gguf_file"] = str(path.parent), path.name
-    elif kind == "folder" and path is not None and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    elif kind == "folder" and path is not None and not has_tokenizer(path):
         if not needed:
             return None
         raise ValueError(
@@ -185,24 +194,34 @@ def _what(path: Path) -> str:
     return "empty" if path.stat().st_size == 0 else "cut off or something else (it does not begin with 'GGUF')"
 
 
-def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str, needed: bool) -> tuple[Any, Any]:
+def _load_adapter(path: Path, dtype: Any, device_map: Any, task: str) -> Any:
     try:
         from hf_posenc.adapters import load_adapter
     except ImportError as error:
         raise ValueError(f"{str(path)!r} is a PEFT adapter; install peft to load it.") from error
-    settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"{path / 'adapter_config.json'} names no base model (base_model_name_or_path).")
-    own = (path / "tokenizer_config.json").is_file()
-    model, tokenizer = load_model(base, dtype, device_map, task=task, tokenizer=needed and not own)
+    model = load_weights(_base_of(path), dtype, device_map, task=task)
     try:
-        model = load_adapter(model, path)
+        return load_adapter(model, path)
     except _unreadable() as error:
         raise ValueError(f"Cannot load an adapter from {str(path)!r}: {_in_a_line(error)}") from error
-    if own:
-        tokenizer = _tokenizer_of(path, "adapter", path)
-    return model, tokenizer
+
+
+def _base_of(adapter: Path) -> str:
+    """Where an adapter says that its base model is.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{adapter / 'adapter_config.json'} names no base model (base_model_name_or_path).")
+    return str(base)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _forget_quantization(model: nn.Module) -> None:
@@ -237,17 +256,19 @@ def _import_plugin() -> None:
     importlib.import_module("hf_posenc")
 
 
-def load_tokenizer(source: str | Path) -> Any:
-    """Load only the tokenizer of what `load_model` takes.
+def load_tokenizer(source: str | Path, *, needed: bool = True) -> Any:
+    """Load only the tokenizer of what `load_model` takes: an adapter's own, or else that of its base model.
+
+    Args:
+        needed: False gives None where there is no tokenizer.
 
     Raises:
-        ValueError: nothing at `source`, or no tokenizer in it.
+        ValueError: nothing at `source`, or (unless `needed` is False) no tokenizer in it.
     """
     kind, path = _find(source)
-    if kind == "adapter" and path is not None and not (path / "tokenizer_config.json").is_file():
-        settings = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        return load_tokenizer(settings["base_model_name_or_path"])
-    return _tokenizer_of(source, kind, path)
+    if kind == "adapter" and path is not None and not has_tokenizer(path):
+        return load_tokenizer(_base_of(path), needed=needed)
+    return _tokenizer_of(source, kind, path, needed)
 
 
 def fingerprint(source: str | Path) -> str:
@@ -276,8 +297,7 @@ def fingerprint(source: str | Path) -> str:
     files = sorted(item for item in path.iterdir() if item.suffix in suffixes and item.is_file())
     digest = _hash_files(files)
     if kind == "adapter":
-        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        digest = hashlib.sha256((digest + fingerprint(base)).encode()).hexdigest()
+        digest = hashlib.sha256((digest + fingerprint(_base_of(path))).encode()).hexdigest()
     return digest
 
 
