@@ -70,9 +70,15 @@ class Command(click.Command):
             ) from error
 
     def _in_options(self, text: str) -> str:
-        """An error of the library with arguments as they are written here: `max_tokens=10` is `--max-tokens=10`."""
+        """An error of the library as it is said here: `max_tokens=10` is `--max-tokens=10`, and a call a command."""
         import re
 
+        text = re.sub(
+            r"""hf_posenc\.patch\(model, ["']([^"']+)["'], context_length=(\d+)\)""",
+            r"hf-posenc patch MODEL --encoding \1 --context-length \2 --output DIR",
+            text,
+        )
+        text = re.sub(r" of hf_posenc(\.\w+)+", "", text)
         for parameter in self.params:
             if isinstance(parameter, click.Option) and parameter.name:
                 name, flag = parameter.name, parameter.opts[-1]
@@ -322,7 +328,8 @@ def verify(
 ) -> None:
     """Prove on the live MODEL that an encoding is in force; exit status 1 where it is not.
 
-    Shifts positions, swaps tokens, decodes with a cache, pads, and reads the frequencies.
+    Shifts positions, swaps tokens, decodes with a cache, pads, and reads the frequencies. What a model shows too little
+    of to tell is inconclusive, and no failure.
 
     \b
     Examples:
@@ -360,10 +367,11 @@ EVALUATION = [
     ),
     click.option(
         "--definition",
-        type=click.Choice(["strided", "window_means", "full_windows", "disjoint"]),
+        type=click.Choice(["strided", "window_means", "full_windows", "disjoint", "pseudo"]),
         default="strided",
         show_default=True,
-        help="What perplexity is to mean. strided: every target once, with all the context that its window gives.",
+        help="What perplexity is to mean. strided: every target once, with all the context that its window gives. "
+        "pseudo: for encoders, which fill in masked words.",
     ),
     click.option(
         "--stride", type=click.IntRange(min=1), help="Tokens between windows. Default: blocks without overlap."

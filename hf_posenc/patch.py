@@ -53,14 +53,17 @@ def patch(
     Args:
         model: a transformers model of a registered architecture, or a wrapper of one (PEFT, DDP, `torch.compile`).
         encoding: a value (`YaRN(factor=4)`), text (`"yarn:factor=4"`), or dict (`{"name": "yarn", "factor": 4}`).
-        context_length: tokens that the model shall take; a scaling works out its factor from it, a table its rows.
+        context_length: tokens that the model shall take. A scaling works out its factor from it, a table its rows. A
+            score bias, `sinusoidal` and `nope` have no last position and take any. So does a rotation that is new to
+            the model, which has yet to be trained; the one that it was pretrained with reaches no further than that.
         keep_native: add the encoding beside the native one instead of replacing it (see `set_native_weight`).
 
     Returns:
         The model.
 
     Raises:
-        EncodingError: an encoding that does not exist, or that this model cannot take.
+        EncodingError: an encoding that does not exist, that this model cannot take, that does not reach
+            `context_length`, or whose weights find no memory.
         ArchitectureError: a model type that is not registered.
         PatchError: a model in a state that cannot be changed.
         ValueError: an attention implementation that could not apply the encoding.
@@ -85,22 +88,8 @@ def patch(
     plan = _make_plan(base, architecture, shape, native, asked, keep_native)
     if asked.site == "score":
         check_backend(stock_name(base.config._attn_implementation), str(asked))
-    device, dtype = _place(base)
-    asked_weights = plan.resolved.new_weights(shape, _native_table(base, architecture))
-    made = {name: value.to(device=device, dtype=dtype) for name, value in asked_weights.items()}
-    owner = PositionWeights(plan, made, plan.resolved.frozen_weights())
-    owner.train(base.training)
-    if earlier is not None:
-        kept: PositionWeights = getattr(base, CALL)
-        tables = _grown_table(base, earlier)
-        unpatch(model)
-        try:
-            _install(model, top, base, owner, asked_weights)
-        except BaseException:
-            _install(model, top, base, kept, tables)
-            raise
-    else:
-        _install(model, top, base, owner, asked_weights)
+    asked_weights, owner = _new_weights(base, plan)
+    _replace(model, top, base, owner, asked_weights)
     return model
 
 
@@ -177,9 +166,32 @@ def set_native_weight(model: M, weight: float) -> M:
         )
     if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0.0 <= weight <= 1.0:
         raise ValueError(f"weight={weight!r} is not allowed; it must be a number from 0 to 1.")
-    getattr(base, CALL).native_weight = float(weight)
+    for module in getattr(base, CALL).modules():  # an adapter has a copy of it
+        if isinstance(module, PositionWeights):
+            module.native_weight = float(weight)
     _apply_native_weight(base, plan, float(weight))
     getattr(base.config, checkpoint.RECORD)["native_weight"] = float(weight)
+    return model
+
+
+def drop_silent_native(model: M) -> M:
+    """Make a model whose native encoding has faded to nothing as if that had never been kept; the new weights stay.
+
+    It computes the same, and is saved in stock's form where there is one. Where a native encoding acts, or none was
+    kept, nothing is done.
+
+    Raises:
+        PatchError: the model's weights are sharded (FSDP).
+    """
+    top, base = transformers_model(model)
+    kept = _plan_of(base)
+    owner: PositionWeights | None = getattr(base, CALL, None)
+    if kept is None or owner is None or not kept.keep_native or owner.native_weight:
+        return model
+    plan = _make_plan(base, kept.architecture, kept.shape, kept.native, kept.encoding, False, kept.resolved)
+    weights = {name: weight.detach() for name, weight in owner.named_parameters()}
+    alone = PositionWeights(plan, weights, owner.frozen)
+    _replace(model, top, base, alone.train(base.training), weights)
     return model
 
 
@@ -216,10 +228,7 @@ def _check_outermost(top: PreTrainedModel, base: PreTrainedModel, what: str) -> 
     Raises:
         PatchError: naming the outer model.
     """
-    if top is not base or _outer_class(base) is None:
-        return
-    gc.collect()  # it may be one that nobody holds any more
-    outer = _outer_class(base)
+    outer = _outer_class(base) if top is base else None
     if outer is not None:
         raise PatchError(
             f"This {type(base).__name__} is part of a {outer}, whose config would know nothing of it: what that saves "
@@ -227,13 +236,38 @@ def _check_outermost(top: PreTrainedModel, base: PreTrainedModel, what: str) -> 
         )
 
 
-def _outer_class(base: PreTrainedModel) -> str | None:
-    for thing in gc.get_objects():
+def _outer_class(base: nn.Module, record: dict[str, Any] | None = None) -> str | None:
+    """Class of another transformers model that holds `base`, but not the same `record`; None where there is none."""
+
+    def is_outer(thing: Any) -> bool:
         # By its class, not isinstance: that would wake lazy proxies of other libraries.
-        is_other = PreTrainedModel in type(thing).__mro__ and thing is not base and "_modules" in thing.__dict__
-        if is_other and any(module is base for module in thing.modules()):
-            return type(thing).__name__
-    return None
+        if PreTrainedModel not in type(thing).__mro__ or thing is base or "_modules" not in thing.__dict__:
+            return False
+        if record is not None and getattr(getattr(thing, "config", None), checkpoint.RECORD, None) == record:
+            return False
+        return any(module is base for module in thing.modules())
+
+    def search() -> str | None:
+        return next((type(thing).__name__ for thing in gc.get_objects() if is_outer(thing)), None)
+
+    if search() is None:
+        return None
+    gc.collect()  # it may be one that nobody holds any more
+    return search()
+
+
+def _check_head(base: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """State-dict pre-hook of a base model that was patched by itself.
+
+    Raises:
+        PatchError: it was put into a model whose config knows nothing of the patch.
+    """
+    outer = _outer_class(base, getattr(base.config, checkpoint.RECORD)) if prefix else None  # type: ignore[union-attr]
+    if outer is not None:
+        raise PatchError(
+            f"This {type(base).__name__} was patched by itself and then put into a {outer}, whose config knows nothing "
+            f"of it: what that saves would open as the unpatched model. Patch the {outer} in the same way."
+        )
 
 
 def _plan_of(base: nn.Module) -> Plan | None:
@@ -303,6 +337,23 @@ def _native_table(base: nn.Module, architecture: Architecture) -> Tensor | None:
 def _weight_before(base: nn.Module, entry: Replaced) -> Tensor:
     now = base.get_submodule(entry.path)
     return now.weight if isinstance(now, SilentTable) else entry.module.weight  # type: ignore[return-value]
+
+
+def _new_weights(base: PreTrainedModel, plan: Plan) -> tuple[Weights, PositionWeights]:
+    """(as the encoding made them; as they will stand in the model).
+
+    Raises:
+        EncodingError: they find no memory.
+    """
+    device, dtype = _place(base)
+    try:
+        asked = plan.resolved.new_weights(plan.shape, _native_table(base, plan.architecture))
+        made = {name: value.to(device=device, dtype=dtype) for name, value in asked.items()}
+    except (MemoryError, RuntimeError) as error:  # torch's allocators raise the second
+        raise EncodingError(
+            f"{plan.resolved}: its new weights cannot be made: {str(error).partition(chr(10))[0] or 'no memory'}"
+        ) from error
+    return asked, PositionWeights(plan, made, plan.resolved.frozen_weights()).train(base.training)
 
 
 def _grown_table(base: nn.Module, plan: Plan) -> Weights:
@@ -389,9 +440,11 @@ class ReplacedConfig:
     """The config object that the patched copy stands in for."""
 
     config: PreTrainedConfig
+    of_head: bool = False
+    """Whether it is one that a model around the base model has for itself."""
 
     def undo(self, model: nn.Module, top: PreTrainedModel, base: PreTrainedModel) -> None:
-        _swap_config(model, base.config, self.config)
+        _swap_config(model, (top if self.of_head else base).config, self.config)
 
 
 @dataclass
@@ -421,6 +474,8 @@ class Added:
     def undo(self, model: nn.Module, top: PreTrainedModel, base: PreTrainedModel) -> None:
         if CALL in base._modules:
             delattr(base, CALL)
+        for key in [key for key, hook in base._state_dict_pre_hooks.items() if hook is _check_head]:
+            del base._state_dict_pre_hooks[key]
         ours = (sites.announce, sites.remember, sites.receive, sites.turn)
         for module in base.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -459,6 +514,24 @@ class Journal:
 # ---------------------------------------------------------------------- making the changes
 
 
+def _replace(
+    model: nn.Module, top: PreTrainedModel, base: PreTrainedModel, owner: PositionWeights, tables: Weights
+) -> None:
+    """Install a patch in place of an earlier one, if any, which is there again where that fails."""
+    earlier = _plan_of(base)
+    if earlier is None:
+        _install(model, top, base, owner, tables)
+        return
+    kept: PositionWeights = getattr(base, CALL)
+    kept_tables = _grown_table(base, earlier)
+    unpatch(model)
+    try:
+        _install(model, top, base, owner, tables)
+    except BaseException:
+        _install(model, top, base, kept, kept_tables)
+        raise
+
+
 def _install(
     model: nn.Module, top: PreTrainedModel, base: PreTrainedModel, owner: PositionWeights, tables: Weights
 ) -> None:
@@ -484,10 +557,13 @@ def _change(
 ) -> None:
     plan = owner.plan
     architecture = plan.architecture
-    old = base.config
-    new = _patched_config(old, plan, owner.native_weight)
+    record = checkpoint.make_record(plan.encoding, plan.resolved, plan.shape, plan.keep_native, owner.native_weight)
+    old, new = base.config, _patched_config(base.config, plan, record)
     journal.entries.append(ReplacedConfig(old))
     _swap_config(model, old, new)
+    if top.config is not new and type(top.config) is type(old):  # the head was given another base model than its own
+        journal.entries.append(ReplacedConfig(top.config, of_head=True))
+        _swap_config(model, top.config, _patched_config(top.config, plan, record))
 
     if architecture.table is not None:
         table = base.get_submodule(architecture.table)
@@ -517,6 +593,8 @@ def _change(
     base.add_module(CALL, owner)
     base.register_forward_pre_hook(sites.announce, with_kwargs=True)
     base.register_forward_hook(sites.remember, with_kwargs=True)
+    if top is base:
+        base.register_state_dict_pre_hook(_check_head)
     for attention in _modules_at(base, architecture.attention):
         attention.register_forward_pre_hook(sites.receive, with_kwargs=True)
         for name, _ in architecture.projections if plan.rotates == "projections" else ():
@@ -528,9 +606,8 @@ def _change(
         top.__class__ = planning_class(type(top))  # type: ignore[arg-type]
 
 
-def _patched_config(old: PreTrainedConfig, plan: Plan, native_weight: float) -> PreTrainedConfig:
+def _patched_config(old: PreTrainedConfig, plan: Plan, record: dict[str, Any]) -> PreTrainedConfig:
     new = copy.deepcopy(old)
-    record = checkpoint.make_record(plan.encoding, plan.resolved, plan.shape, plan.keep_native, native_weight)
     if plan.expressed:
         for key, value in (checkpoint.native_form(plan.resolved, plan.shape, plan.architecture) or {}).items():
             setattr(new, key, value)
@@ -685,10 +762,7 @@ def _patch_from_record(model: PreTrainedModel) -> None:
         Encoding.from_dict(record["resolved"]),
     )
     _swap_config(model, base.config, plain)
-    device, dtype = _place(base)
-    weights = plan.resolved.new_weights(shape, _native_table(base, architecture))
-    placed = {name: value.to(device=device, dtype=dtype) for name, value in weights.items()}
-    owner = PositionWeights(plan, placed, plan.resolved.frozen_weights())
+    weights, owner = _new_weights(base, plan)
     owner.native_weight = float(record["native_weight"])
     _install(model, top, base, owner, weights)
 

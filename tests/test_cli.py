@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc.cli import main, whole_folder
-from models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer, tokens
+from models import VOCABULARY, tiny_bert, tiny_gpt2, tiny_llama, tiny_tokenizer, tokens
 
 COMMANDS = ["list", "inspect", "patch", "verify", "evaluate", "suggest", "compare", "finetune", "merge", "demo"]
 
@@ -189,6 +189,11 @@ def test_full_disk_is_told(llama: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ),
         (["patch", "MODEL", "--encoding", "rope:rotary_fraction=0.4", "--output", "OUT"], ["rotary_fraction"]),
         (["patch", "MODEL", "--encoding", "native", "--output", "OUT"], ["Unknown encoding 'native'"]),
+        (
+            ["patch", "MODEL", "--encoding", "rope", "--context-length", "64", "--output", "OUT"],
+            ["--context-length=64"],
+        ),
+        (["patch", "MODEL", "--encoding", "learned:num_positions=100000000000000", "--output", "OUT"], ["GiB"]),
         (["patch", "./nowhere", "--encoding", "nope", "--output", "OUT"], ["./nowhere"]),
         (["patch", "nowhere.gguf", "--encoding", "nope", "--output", "OUT"], ["nowhere.gguf"]),
         (["patch", "EMPTY", "--encoding", "nope", "--output", "OUT"], ["holds no model"]),
@@ -314,6 +319,18 @@ def test_a_folder_without_a_tokenizer_will_do_where_none_is_needed(llama: Path, 
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").is_file()
     refused(run("evaluate", bare, "--text", text, "--lengths", 16, "--output", tmp_path / "r"), "no tokenizer files")
+
+
+def test_what_to_do_is_said_as_a_command(gpt2: Path, tmp_path: Path, text: Path) -> None:
+    """Not as a call in Python."""
+    result = run("evaluate", gpt2, "--text", text, "--lengths", "64", "--output", tmp_path / "out")
+    refused(result, "hf-posenc patch MODEL --encoding learned --context-length 64 --output DIR")
+    bert = tmp_path / "bert"
+    tiny_bert().save_pretrained(bert)
+    tiny_tokenizer().save_pretrained(bert)
+    result = run("evaluate", bert, "--text", text, "--lengths", "16", "--output", tmp_path / "out")
+    refused(result, "--definition='pseudo'")
+    assert "hf_posenc." not in result.output
 
 
 @pytest.mark.parametrize("command", ["patch", "merge"])

@@ -402,11 +402,37 @@ def test_the_length_asked_for_is_the_usable_length(length: int, original: int) -
 
 
 def test_plain_encodings_need_nothing_for_a_length() -> None:
-    for encoding in (RoPE(), ALiBi(), NoPE(), Sinusoidal(), T5Bias(), Kerple(), Fire(), Sandwich()):
+    for encoding in (ALiBi(), NoPE(), Sinusoidal(), T5Bias(), Kerple(), Fire(), Sandwich()):
         assert encoding.for_length(10**6, SHAPE) == encoding
     assert RoPE().usable_length(SHAPE) == 32
     for encoding in (ALiBi(), NoPE(), Sinusoidal(), T5Bias(), Kerple(), Fire(), Sandwich()):
         assert encoding.usable_length(SHAPE) is None
+
+
+def test_a_rotation_reaches_further_only_where_it_is_not_the_models_own() -> None:
+    for own in (RoPE(), RoPE(theta=500000)):
+        assert own.for_length(32, SHAPE) == own
+        with pytest.raises(EncodingError, match=r"rope: context_length=33 is more than the 32 tokens .* \(yarn, ntk"):
+            own.for_length(33, SHAPE)
+    for new in (RoPE(theta=1e6), RoPE(rotary_fraction=0.5), RoPE(interleaved=True)):
+        assert new.for_length(10**6, SHAPE) == new
+    assert RoPE().for_length(10**6, dataclasses.replace(SHAPE, theta=None)) == RoPE()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "field"),
+    [
+        (Learned(num_positions=10**14), "num_positions"),
+        (Learned().for_length(10**14, SHAPE), "num_positions"),
+        (T5Bias(num_buckets=10**14, max_distance=10**14), "num_buckets"),
+        (Fire(width=10**14), "width"),
+        (Sandwich(dim=10**14), "dim"),
+    ],
+    ids=str,
+)
+def test_more_than_there_is_memory_for_is_refused(encoding: Encoding, field: str) -> None:
+    with pytest.raises(EncodingError, match=rf"{encoding.name}: {field}=10+ is not allowed; it would take about"):
+        encoding.resolve(SHAPE)
 
 
 @pytest.mark.parametrize("name", ["rope", *SCALINGS])

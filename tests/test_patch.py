@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ from encodings_under_test import (
 from torch import nn
 from transformers import (
     AttentionInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -39,9 +43,11 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc.encoding import EncodingError
+from hf_posenc.patch import drop_silent_native
 from models import ARCHITECTURES, tokens
 
 IDS = tokens(LENGTH, batch=2)
+AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM, "llama": AutoModelForCausalLM}
 
 
 def snapshot(model: Any) -> dict[str, Any]:
@@ -201,6 +207,11 @@ REFUSED: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("bert", "learned", {"context_length": 16}, ["num_positions=16", "32"]),
     ("gpt2", "learned:num_positions=64", {"context_length": 48}, ["num_positions=64", "48"]),
     ("gpt2", "learned:num_positions=1025,init=hierarchical", {}, ["num_positions=1025", "1024"]),
+    ("llama", "rope", {"context_length": 33}, ["context_length=33", "32 tokens", "yarn"]),
+    ("llama", "rope:theta=10000.0", {"context_length": 10**6}, ["context_length=1000000", "32 tokens"]),
+    ("bert", "learned:num_positions=100000000000000", {}, ["num_positions=100000000000000", "GiB"]),
+    ("llama", "learned", {"context_length": 10**14}, ["num_positions=100000000000000", "GiB"]),
+    ("gpt2", "fire:width=100000000000000", {}, ["width=100000000000000", "GiB"]),
     ("llama", "rope:interleaved=true", {"keep_native": True}, ["keep_native=True", "interleaved=False"]),
     ("llama", "alibi", {"keep_native": "yes"}, ["keep_native='yes'", "True or False"]),
     *[
@@ -222,6 +233,47 @@ def test_bad_arguments_are_refused_before_the_model_is_touched(
     for words in said:
         assert words in str(caught.value), (words, str(caught.value))
     assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")])
+def test_weights_that_find_no_memory_are_refused(
+    architecture: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh(architecture, "kerple")
+    before = snapshot(model)
+
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hf_posenc.T5Bias, "new_weights", full)
+    with pytest.raises(EncodingError, match=r"t5:num_buckets=64: its new weights cannot be made: .*memory$"):
+        hf_posenc.patch(model, "t5:num_buckets=64")
+    assert_same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("length", [16, 32, 64])
+@pytest.mark.parametrize("name", sorted(hf_posenc.encodings()))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_what_a_context_length_means(architecture: str, name: str, length: int) -> None:
+    """It is worked into the encoding, or needs nothing, or is refused; never taken and forgotten."""
+    left_open = ("factor", "num_positions", "original_context_length")
+    asked = EVERY[name].replace(**{field: None for field in left_open if hasattr(EVERY[name], field)})
+    model = ARCHITECTURES[architecture]()
+    too_long = name == "rope" and architecture == "llama" and length > 32
+    too_short = name == "learned" and architecture != "llama" and length < 32
+    if too_long or too_short:
+        with pytest.raises(EncodingError, match=rf"{length}\b.*32"):
+            hf_posenc.patch(model, asked, context_length=length)
+        return
+    found = hf_posenc.encoding_of(hf_posenc.patch(model, asked, context_length=length))
+    if hasattr(found, "factor"):
+        assert found.factor == max(1.0, length / 32)
+    elif name == "learned":
+        assert found.num_positions == length
+    else:
+        assert found == asked
+    assert torch.isfinite(logits(model, tokens(length))).all()
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.5, float("nan"), "1", True, None])
@@ -611,6 +663,41 @@ def test_a_faded_model_trains_its_table_only_while_it_speaks() -> None:
         assert (gradient is not None and bool(gradient.abs().sum() > 0)) == (weight > 0), weight
 
 
+@on(names=[name for name in EVERY if name not in TURNED_ELSEWHERE], both=False)
+def test_a_native_encoding_that_fell_silent_is_dropped(architecture: str, name: str, backend: str) -> None:
+    """The same numbers, the form on disk of a model that never kept it, and the same way back."""
+    model = ARCHITECTURES[architecture](attn_implementation=backend)
+    native = copy.deepcopy(model)
+    stir(hf_posenc.patch(model, EVERY[name], keep_native=True))
+    hf_posenc.set_native_weight(model, 0.5)
+    speaking = snapshot(model)
+    assert drop_silent_native(model) is model
+    assert_same(speaking, snapshot(model))
+    hf_posenc.set_native_weight(model, 0.0)
+    out, torch_state = logits(model, IDS), torch.get_rng_state()
+    drop_silent_native(model)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert_equal(logits(model, IDS), out, 1e-5)
+    replaced = fresh(architecture, name, backend)
+    assert model.config.to_json_string() == replaced.config.to_json_string()
+    assert list(model.state_dict()) == list(replaced.state_dict())
+    assert hf_posenc.position_parameters(model) == hf_posenc.position_parameters(replaced)
+    once = snapshot(model)
+    assert_same(once, snapshot(drop_silent_native(model)))
+    hf_posenc.unpatch(model)
+    assert torch.equal(logits(model, IDS), logits(native, IDS))
+
+
+def test_the_weight_of_a_native_encoding_reaches_the_copy_that_an_adapter_trains() -> None:
+    peft = pytest.importorskip("peft")
+    model = hf_posenc.patch(ARCHITECTURES["gpt2"](), "t5", keep_native=True)
+    adapted = peft.get_peft_model(model, hf_posenc.lora_config(model, r=2))
+    hf_posenc.set_native_weight(adapted, 0.25)
+    merged = adapted.merge_and_unload()
+    assert merged.transformer.hf_posenc.native_weight == merged.transformer.wpe.amount == 0.25
+    assert hf_posenc.describe(merged).native_weight == 0.25
+
+
 # ---------------------------------------------------------------------- what is in force
 
 
@@ -670,6 +757,35 @@ def test_a_base_model_inside_another_is_refused(architecture: str) -> None:
     assert torch.isfinite(model(IDS).logits).all()
     alone = ARCHITECTURES[architecture]().base_model  # nobody holds the rest any more
     assert hf_posenc.encoding_of(hf_posenc.patch(alone, "alibi")).name == "alibi"
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5", "learned", "yarn", "longrope"])
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_a_patched_base_model_put_into_another_head(architecture: str, name: str, tmp_path: Path) -> None:
+    """By itself it is saved whole; through a head whose config knows nothing of it, not at all."""
+    base = hf_posenc.patch(ARCHITECTURES[architecture]().base_model, EVERY[name])
+    head = ARCHITECTURES[architecture]()
+    attribute = head.base_model_prefix
+    base.save_pretrained(tmp_path / "base")
+    assert hf_posenc.encoding_of(AutoModel.from_pretrained(tmp_path / "base")) == EVERY[name]
+    nn.ModuleList([base]).state_dict()  # a container of one's own has no config that could be wrong
+    setattr(head, attribute, base)
+    with pytest.raises(
+        hf_posenc.PatchError, match=rf"put into a {type(head).__name__}, .* Patch the {type(head).__name__} in the"
+    ):
+        head.save_pretrained(tmp_path / "wrong")
+    torch.manual_seed(1)
+    hf_posenc.patch(head, EVERY[name])
+    out = logits(head, IDS)
+    head.save_pretrained(tmp_path / "head")
+    loaded = AUTO[architecture].from_pretrained(tmp_path / "head")
+    assert_equal(logits(loaded, IDS), out, 2e-5)
+    assert hf_posenc.encoding_of(loaded) == EVERY[name]
+    own = ARCHITECTURES[architecture]()
+    hf_posenc.unpatch(head)
+    assert type(head.config) is type(own.config) and not hasattr(head.config, "hf_posenc")
+    assert not head.base_model._state_dict_pre_hooks
+    assert torch.equal(logits(head, IDS), logits(own, IDS))
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

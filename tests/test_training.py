@@ -16,7 +16,14 @@ import pytest
 import torch
 from test_data import sentences, tiny_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_posenc import patch
 from hf_posenc.models import load_model
@@ -553,6 +560,33 @@ def test_adapter_merged_equals_adapter(
         merge(tmp_path / "merged", tmp_path / "elsewhere")
 
 
+def test_a_merge_needs_no_tokenizer_of_the_base_model(
+    saved: Callable[..., str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The adapter's own is saved; without one the base model's; without any the model alone, and that is said."""
+    output, base = tmp_path / "out", Path(saved("llama"))
+    options = ["--model", str(base), "--train_text", text, "--lora", "true", "--merge", "false", "--max_steps", "1"]
+    finetune(arguments(output, *options))
+    adapter = output / "adapter"
+    of_base = [path for path in base.iterdir() if "token" in path.name]
+    assert of_base and (adapter / "tokenizer.json").is_file()
+    (base / "tokenizer.json").write_text("{broken", encoding="utf-8")
+    merged = merge(adapter, tmp_path / "own")
+    assert AutoTokenizer.from_pretrained(merged)("abc").input_ids == tiny_tokenizer()("abc").input_ids
+    assert load_model(adapter)[1]("abc").input_ids == tiny_tokenizer()("abc").input_ids
+    for path in of_base:
+        path.unlink()
+    merge(adapter, tmp_path / "still-own")
+    assert "no tokenizer" not in caplog.text
+    for path in [path for path in adapter.iterdir() if "token" in path.name]:
+        path.unlink()
+    bare = merge(adapter, tmp_path / "bare")
+    assert "no tokenizer" in caplog.text and not (bare / "tokenizer.json").exists()
+    assert load_model(bare, tokenizer=False)[1] is None and load_model(adapter, tokenizer=False)[1] is None
+    tiny_tokenizer().save_pretrained(base)
+    assert (merge(adapter, tmp_path / "of-base") / "tokenizer.json").is_file()
+
+
 def test_masked_words_for_an_encoder(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
     output = tmp_path / "out"
     options = ["--model", saved("bert"), "--encoding", "rope", "--context_length", "64", "--objective", "mlm"]
@@ -606,8 +640,63 @@ def test_lengths_beyond_a_native_table_are_measured_once_it_is_silent(
     assert measured == {1: False, 2: True, 3: True}
     assert math.isfinite(result.metrics["eval_perplexity_64"])
     assert "64 tokens are not measured while the native table, of 32 rows, fades" in caplog.text
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("gpt2", "alibi"), ("gpt2", "learned"), ("llama", "yarn"), ("llama", "t5")]
+)
+def test_what_has_faded_is_saved_as_if_it_had_never_been_kept(
+    saved: Callable[..., str], text: str, tmp_path: Path, name: str, encoding: str, lora: bool
+) -> None:
+    """The same model as the last checkpoint, which still has it; and in stock's form where there is one."""
+    options = ["--model", saved(name), "--encoding", encoding, "--context_length", "64", "--block_length", "32"]
+    options += ["--train_text", text, "--native_weight_schedule", "linear:2", "--max_steps", "3", "--save_steps", "3"]
+    finetune(arguments(tmp_path / "out", *options, "--lora", str(lora)))
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
-    assert config["hf_posenc"]["keep_native"] and config["hf_posenc"]["native_weight"] == 0.0
+    assert not config["hf_posenc"]["keep_native"] and config["hf_posenc"]["native_weight"] == 0.0
+    assert (config["model_type"] == name) == (encoding in ("learned", "yarn"))
+    checkpoint, _ = load_model(tmp_path / "out" / "checkpoint-3")
+    kept = checkpoint.config.hf_posenc
+    assert kept["keep_native"] and kept["native_weight"] == 0.0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = tokens(48, batch=2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, checkpoint(ids).logits, atol=1e-4 if lora else 1e-5, rtol=0)
+
+
+def test_a_faded_run_that_is_over_is_still_faded_when_it_is_resumed(
+    saved: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """It takes no step any more, and is measured and saved once again."""
+    options = ["--model", saved("gpt2"), "--encoding", "alibi", "--context_length", "64", "--train_text", text]
+    options += ["--eval_text", text, "--native_weight_schedule", "linear:2", "--per_device_train_batch_size", "8"]
+    options += ["--num_train_epochs", "1", "--save_strategy", "epoch"]
+    first = finetune(arguments(tmp_path / "out", *options))
+    again = finetune(arguments(tmp_path / "out", *options, "--resume_from_checkpoint", "last"))
+    assert again.steps == first.steps > 2
+    assert again.metrics["eval_perplexity_64"] == pytest.approx(first.metrics["eval_perplexity_64"], rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [[], ["--encoding", "rope"]], ids=["own", "rope"])
+def test_a_rotation_of_its_own_is_trained_at_a_longer_length_with_a_warning(
+    saved: Callable[..., str], text: str, tmp_path: Path, options: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = ["--model", saved("llama"), "--train_text", text, "--context_length", "64", "--max_steps", "1", *options]
+    finetune(arguments(tmp_path / "out", *line))
+    (warning,) = (record for record in caplog.records if record.levelname == "WARNING" and "hf_posenc" in record.name)
+    for words in ("--context_length 64", "32 tokens", "--encoding yarn"):
+        assert words in warning.getMessage()
+    assert encoding_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).name == "rope"
+
+
+def test_a_new_base_is_trained_at_a_longer_length_without_one(
+    saved: Callable[..., str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, encoding in (("llama", "rope:theta=500000.0"), ("gpt2", "rope")):
+        line = ["--model", saved(name), "--train_text", text, "--context_length", "64", "--max_steps", "1"]
+        finetune(arguments(tmp_path / name / "out", *line, "--encoding", encoding))
+    assert not [record for record in caplog.records if "--context_length" in record.getMessage()]
 
 
 def test_fading_schedules() -> None:
@@ -766,7 +855,8 @@ def test_folders_of_others_are_refused_and_finished_runs_kept(
     table = ["--encoding", "learned", "--context_length", "64", "--eval_text", text, "--eval_lengths", "128"]
     line[4] = saved("gpt2")
     assert main([*line, "--output_dir", str(tmp_path / "new"), *table]) == 2
-    assert "eval_lengths" in capsys.readouterr().err
+    assert "--eval_lengths 128 is longer than this model can be fed" in (said := capsys.readouterr().err)
+    assert "Give at most 64, or --context_length 128." in said and "hf_posenc.patch" not in said
     assert not (tmp_path / "new").exists()
 
 

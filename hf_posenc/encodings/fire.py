@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.encoding import ModelShape, Weights, check_number
+from hf_posenc.encodings._memory import check_memory
 from hf_posenc.encodings._score import ScoreBias, distances
 
 
@@ -46,6 +47,10 @@ class Fire(ScoreBias):
         check_number(self, "width", low=1, integer=True)
         check_number(self, "init_c", low=0, strict=True)
         check_number(self, "init_L", low=1)
+
+    def resolve(self, shape: ModelShape) -> Fire:
+        check_memory(self, "width", 4 * self.width * max(CHUNK, shape.heads))
+        return self
 
     def new_weights(self, shape: ModelShape, native_table: Tensor | None) -> Weights:
         def uniform(*size: int, bound: float) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hf_posenc.encoding import EncodingError, ModelShape, Weights, check_choice, check_number
 from hf_posenc.encodings._absolute import Absolute, native_rows, sinusoid
+from hf_posenc.encodings._memory import check_memory
 
 L = TypeVar("L", bound="Learned")
 
@@ -57,7 +58,10 @@ class Learned(Absolute):
         self._check_fusion()
 
     def resolve(self: L, shape: ModelShape) -> L:
-        return self.replace(num_positions=shape.trained_length) if self.num_positions is None else self
+        rows = self.num_positions or shape.trained_length
+        resolved = self.replace(num_positions=rows)
+        check_memory(resolved, "num_positions", 16 * rows * shape.hidden)  # float32, four copies while it is made
+        return resolved
 
     def for_length(self: L, length: int, shape: ModelShape) -> L:
         if self.num_positions not in (None, length):

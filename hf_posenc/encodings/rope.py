@@ -65,6 +65,17 @@ class RoPE(Encoding):
             return self
         return self.replace(theta=10000.0 if shape.theta is None else shape.theta)
 
+    def for_length(self: R, length: int, shape: ModelShape) -> R:
+        """See `Encoding.for_length`. A rotation that is new to the model has yet to be trained, at whatever length."""
+        native = self.theta in (None, shape.theta) and self.rotary_fraction == 1.0 and not self.interleaved
+        if shape.theta is not None and native and length > shape.trained_length:
+            raise EncodingError(
+                f"{self.name}: context_length={length} is more than the {shape.trained_length} tokens that this model "
+                "was pretrained with, and its own rotation has nothing that reaches further. Use a scaling (yarn, ntk, "
+                "dynamic_ntk, linear), or a larger theta and fine-tune."
+            )
+        return self
+
     def usable_length(self, shape: ModelShape) -> int | None:
         return shape.trained_length
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_posenc.encoding import EncodingError, ModelShape, Weights, check_number
 from hf_posenc.encodings._angles import wave_angles
+from hf_posenc.encodings._memory import check_memory
 from hf_posenc.encodings._score import ScoreBias, padded
 
 
@@ -40,6 +41,10 @@ class Sandwich(ScoreBias):
         check_number(self, "base", low=1, strict=True)
         if self.dim % 2:
             raise EncodingError(f"sandwich: dim={self.dim} is not allowed; it must be even (a sin and a cos each).")
+
+    def resolve(self, shape: ModelShape) -> Sandwich:
+        check_memory(self, "dim", 2 * 8 * self.dim * shape.trained_length)
+        return self
 
     def bias(self, query_positions: Tensor, key_positions: Tensor, weights: Weights, shape: ModelShape) -> Tensor:
         with torch.autocast(query_positions.device.type, enabled=False):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.encoding import EncodingError, ModelShape, Weights, check_number
+from hf_posenc.encodings._memory import check_memory
 from hf_posenc.encodings._score import ScoreBias, distances
 
 
@@ -43,6 +44,10 @@ class T5Bias(ScoreBias):
                 f"t5: max_distance={self.max_distance} is not allowed; it must be above num_buckets / 2 = "
                 f"{self.num_buckets // 2}, up to where each distance has its own bucket."
             )
+
+    def resolve(self, shape: ModelShape) -> T5Bias:
+        check_memory(self, "num_buckets", 2 * 4 * self.num_buckets * shape.heads)
+        return self
 
     def new_weights(self, shape: ModelShape, native_table: Tensor | None) -> Weights:
         table = torch.randn(self.num_buckets, shape.heads, dtype=torch.float32, device="cpu")

@@ -99,6 +99,12 @@ class FadeNative(TrainerCallback):
         self.model = model
         self.fading = fading
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the weight that a resumed run goes on with; one that had come to its end takes no further step."""
+        self._set(state.global_step)
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.training.files import written_whole
+
+logger = logging.getLogger(__name__)
 
 
 def merge(
     adapter: str | Path, output: str | Path, *, dtype: Any = None, device_map: Any = None, base: str | None = None
 ) -> Path:
     """Merge an adapter (LoRA, norms, embeddings and new position weights) into its base model and save the result.
+
+    The tokenizer saved with it is the adapter's own, or else the base model's; where neither has one, a warning says so
+    and the model is saved without.
 
     Args:
         adapter: the folder that a fine-tuning with --lora wrote (`adapter` in its output folder, or a checkpoint).
@@ -35,24 +41,25 @@ def merge(
     model, tokenizer = merged(source, dtype=dtype, device_map=device_map, base=base)
     with written_whole(target) as folder:
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if tokenizer is None:
+        logger.warning("There is no tokenizer in %r, nor beside its base model: none was saved.", str(source))
     return target
 
 
 def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: str | None = None) -> tuple[Any, Any]:
-    """(model with the adapter merged in, tokenizer)."""
-    from transformers import AutoTokenizer
-
+    """(model with the adapter merged in, tokenizer or None)."""
     from hf_posenc.adapters import load_adapter
-    from hf_posenc.models import load_model
+    from hf_posenc.models import has_tokenizer, load_tokenizer, load_weights
+    from hf_posenc.patch import drop_silent_native
 
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     source = base or config.get("base_model_name_or_path")
     if not source:
         raise ValueError(f"The adapter {str(adapter)!r} does not name its base model; give base=.")
     masked = "MaskedLM" in str((config.get("auto_mapping") or {}).get("base_model_class", ""))
-    model, tokenizer = load_model(source, dtype, device_map, task="masked" if masked else "causal")
+    tokenizer = load_tokenizer(adapter if has_tokenizer(adapter) else source, needed=False)
+    model = load_weights(source, dtype, device_map, task="masked" if masked else "causal")
     model = load_adapter(model, adapter).merge_and_unload()
-    if (adapter / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(str(adapter))
-    return model, tokenizer
+    return drop_silent_native(model), tokenizer

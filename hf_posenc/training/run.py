@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from hf_posenc.data import (
     tokenize_documents,
 )
 from hf_posenc.data.documents import load_documents
-from hf_posenc.evaluation.limits import check_length
+from hf_posenc.evaluation.limits import hard_limit
 from hf_posenc.training import estimate
 from hf_posenc.training.arguments import (
     Arguments,
@@ -84,7 +83,10 @@ class _Setup:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 130 or 143 stopped."""
+    """The command line. Returns the exit status: 0 done, 1 failed, 2 a mistake in the arguments, 130 or 143 stopped.
+
+    `accelerate launch` follows every status but 0 with a traceback of its own; `accelerate launch --quiet` does not.
+    """
     # Under the script, the name it was started by would put a folder of this machine on the card.
     program = "accelerate launch scripts/finetune.py" if Path(sys.argv[0]).name == "finetune.py" else PROGRAM
     command = f"{program} {shlex.join(sys.argv[1:] if argv is None else argv)}"
@@ -179,7 +181,8 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
 def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Setup:
     from hf_posenc.architecture import architecture_of
     from hf_posenc.checkpoint import pretrained_length
-    from hf_posenc.encoding import EncodingError
+    from hf_posenc.encoding import EncodingError, as_encoding
+    from hf_posenc.encodings.rope import RoPE
     from hf_posenc.patch import encoding_of, patch
 
     _check_objective(ours)
@@ -191,19 +194,28 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
         encoding, record, length = "native", None, trained
     else:
         trained = pretrained_length(model.config, architecture_of(model.config))
-        wanted = ours.encoding if ours.encoding is not None else encoding_of(model)
+        wanted = as_encoding(ours.encoding) if ours.encoding is not None else encoding_of(model)
         keep = ours.native_weight_schedule is not None
         try:
             patch(model, wanted, context_length=ours.context_length, keep_native=keep)
         except EncodingError as error:
-            if ours.encoding is not None:
-                raise
             length = ours.context_length or 0
-            shorter = length < int(model.config.max_position_embeddings)
-            remedy = f"give --block_length {length} instead" if shorter else f"{_encoding_needed(model)} with it"
-            raise ValueError(
-                f"--context_length {length} does not go with the model's own encoding, {wanted}: {remedy}."
-            ) from error
+            if type(wanted) is RoPE and length > trained:  # it cannot be made for a length, but be trained at one
+                patch(model, wanted, keep_native=keep)
+                if training.process_index == 0:
+                    logger.warning(
+                        "--context_length %d: %s reaches the %d tokens that the model was pretrained with, and only "
+                        "this training can take it further. A scaling needs less of it: --encoding yarn, ntk, linear.",
+                        *(length, wanted, trained),
+                    )
+            elif ours.encoding is not None:
+                raise
+            else:
+                shorter = length < int(model.config.max_position_embeddings)
+                remedy = f"give --block_length {length} instead" if shorter else f"{_encoding_needed(model)} with it"
+                raise ValueError(
+                    f"--context_length {length} does not go with the model's own encoding, {wanted}: {remedy}."
+                ) from error
         found = encoding_of(model)
         if context_parts(training) > 1:
             _check_context_parallel(found, ours)
@@ -435,8 +447,7 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
         samples = TrainingBlocks(blocks, Preparation(training.seed, "cut", masking=_masking(ours, setup)))
         return _fill_in(samples, Collator(_pad_id(setup.tokenizer), "cut"), training.per_device_eval_batch_size)
     lengths = sorted(set(ours.eval_lengths or [min(setup.block_length, setup.trained_length), setup.context_length]))
-    with _as_faded(setup.model):
-        check_length(setup.model, "--eval_lengths", lengths[-1])
+    _check_eval_length(ours, setup.model, lengths[-1])
     documents = tokenize_documents(
         load_documents(ours.eval_text, text_field=ours.text_field),
         setup.tokenizer,
@@ -467,6 +478,24 @@ def _prepare_evaluation(ours: FinetuneArguments, training: TrainingArguments, se
         return found
 
     return measure
+
+
+def _check_eval_length(ours: FinetuneArguments, model: Any, longest: int) -> None:
+    """Raise where the model cannot be fed the longest of --eval_lengths, also once a native table has faded."""
+    from hf_posenc.patch import set_native_weight
+
+    fades = ours.native_weight_schedule is not None
+    if fades:
+        set_native_weight(model, 0.0)
+    limit = hard_limit(model)
+    if fades:
+        set_native_weight(model, 1.0)
+    if limit is not None and longest > limit[0]:
+        with_it = f", and {_encoding_needed(model)} with it" if ours.encoding is None else ""
+        raise ValueError(
+            f"--eval_lengths {longest} is longer than this model can be fed: {limit[1]}. Give at most {limit[0]}, or "
+            f"--context_length {longest}{with_it}."
+        )
 
 
 def _fill_in(samples: TrainingBlocks, collate: Collator, batch_size: int) -> Callable[..., dict[str, float]]:
@@ -510,24 +539,10 @@ def _measurement(
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         # Processes that hold parts of the weights must all make the same calls, and only of the whole model.
         model: nn.Module = _Whole(wrapped) if sharded else trainer.accelerator.unwrap_model(wrapped)
-        with trainer.accelerator.autocast(), contextlib.nullcontext() if fades else _as_faded(model):
+        with trainer.accelerator.autocast():
             return measure(model, False if sharded else None, limit if fades else None)
 
     return run
-
-
-@contextlib.contextmanager
-def _as_faded(model: nn.Module) -> Iterator[None]:
-    """Within, a model's record says nothing of a native table that was kept in it: once silent, it limits no length."""
-    record = getattr(getattr(model, "config", None), "hf_posenc", None)
-    kept = isinstance(record, dict) and record.get("keep_native")
-    if kept:
-        record["keep_native"] = False  # type: ignore[index]
-    try:
-        yield
-    finally:
-        if kept:
-            record["keep_native"] = kept  # type: ignore[index]
 
 
 class _Whole(nn.Module):
@@ -680,6 +695,8 @@ def _save(
     command: str,
 ) -> None:
     """The finished model into the output folder: whole, or not at all."""
+    from hf_posenc.patch import drop_silent_native
+
     target = Path(trainer.args.output_dir or "")
     temporary = target / ".writing"
     if trainer.args.should_save:
@@ -688,6 +705,8 @@ def _save(
     trainer.accelerator.wait_for_everyone()
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or ours.lora):
+        drop_silent_native(setup.model)  # sharded weights cannot be patched, and keep it
     if setup.use_cache is not None:
         setup.model.config.use_cache = setup.use_cache
     trainer.save_model(str(temporary / "adapter" if ours.lora else temporary), _internal_call=True)
