@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         "clock": settings.clock,
     }
     chosen.output.mkdir(parents=True, exist_ok=True)
+    if chosen.rows:
+        done = report.merged(done, chosen.output / "results.json", machine, list(ROWS))
     text = json.dumps({"machine": machine, "rows": [{**asdict(row), "met": row.met} for row in done]}, indent=1)
     report.write(chosen.output / "results.json", text)
     report.write(chosen.output / "table.md", report.table(done))

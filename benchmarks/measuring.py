@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 def grows_by(run: Run) -> float:
     """MiB by which this process's memory peaks above where it stands now, while `run` runs. Linux only."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what is taken now
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     run()
@@ -48,7 +50,7 @@ def grows_by(run: Run) -> float:
 def in_own_process(case: str, ways: Sequence[str], *arguments: object) -> dict[str, float]:
     """MiB of each way of a case of `python -m benchmarks.memory`, in a process whose freed memory goes back at once."""
     # Small pieces stay with the process: to ask the system for each would take longer than the work.
-    settings = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
+    settings = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-m", "benchmarks.memory", case, ",".join(ways), *(str(value) for value in arguments)]
     done = subprocess.run(
         command, env={**os.environ, **settings}, cwd=Path(__file__).parent.parent, text=True, capture_output=True

@@ -1,14 +1,32 @@
-"""The table, the file and the picture."""
+"""The table, the file and the picture; `python -m benchmarks.report FOLDER` puts them into docs/ and the README."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 from benchmarks.rows import Row
 
 COLUMNS = ("what", "ours", "stock", "otherwise", "limit", "ratio", "target", "command")
+
+
+ESSENCE = {
+    "alibi on gpt2, forward,": "ALiBi, forward",
+    "alibi on gpt2, forward + backward,": "ALiBi, forward + backward",
+    "alibi on bert, forward,": "ALiBi in an encoder, forward",
+    "t5 on gpt2, forward + backward,": "T5 bias, forward + backward",
+    "fire on gpt2, forward + backward,": "FIRE, forward + backward",
+    "yarn on llama, forward + backward,": "YaRN on LLaMA, forward + backward",
+    "rope on gpt2, forward + backward,": "RoPE on GPT-2, forward + backward",
+    "alibi on gpt2, 8 tokens one by one": "ALiBi, decoding",
+    "perplexity in the shape of SmolLM2-135M": "perplexity in sliding windows",
+    "loss and its gradient, 4096 tokens, vocabulary 49152, float32:": "loss of 4,096 tokens, memory",
+}
+"""Rows that the README shows: how `what` begins, and what it is called there."""
 
 
 def head() -> str:
@@ -45,6 +63,22 @@ def _number(value: float | None, unit: str) -> str:
     if unit == "s" and value < 0.1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}".rstrip()
+
+
+def read(path: Path) -> tuple[dict[str, object], list[Row]]:
+    """The machine and the rows of a `results.json`."""
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return kept["machine"], [Row(**{key: value for key, value in row.items() if key != "met"}) for row in kept["rows"]]
+
+
+def merged(done: list[Row], path: Path, machine: dict[str, object], order: list[str]) -> list[Row]:
+    """Rows measured now, and those that `path` holds of others measured in the same way before."""
+    if not path.is_file():
+        return done
+    where, before = read(path)
+    again = {row.name for row in done}
+    kept = [row for row in before if row.name not in again] if where == machine else []
+    return sorted(kept + done, key=lambda row: order.index(row.name))
 
 
 def write(path: Path, text: str) -> None:
@@ -88,3 +122,44 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(temporary, dpi=120, format="png")
     plt.close(figure)
     os.replace(temporary, path)
+
+
+def publish(output: Path, root: Path) -> None:
+    """Put a finished benchmark into docs/benchmarks.md, its picture beside it and its essence into the README."""
+    from hf_posenc.reference import update_readme
+
+    machine, found = read(output / "results.json")
+    shutil.copyfile(output / "growth.png", root / "docs" / "growth.png")
+    where = (
+        f"{machine['threads']} CPU cores ({machine['processor']}), torch {machine['torch']}, transformers"
+        f" {machine['transformers']}, medians of {machine['rounds']} interleaved rounds"
+    )
+    missed = [row for row in found if row.met is False]
+    text = [
+        "# What position encodings cost",
+        f"Measured by `make bench` on {where}. It prints this; each row names the command that measures it again.",
+        "- **ours**: this package. **stock**: the encoding that the model came with. **limit**: the same model with no"
+        " position encoding.\n- **otherwise**: what a user would do without this package.\n- **ratio**: the median over"
+        " rounds of ours in parts of what is named there.",
+        f"{sum(row.met is True for row in found)} targets are met, {len(missed)} missed"
+        + "".join(f"\n- missed: {row.what}: {row.ratio:.3g} of {row.against}" for row in missed),
+        table(found).strip(),
+        "![Time and memory of one attention call against its length](growth.png)",
+    ]
+    write(root / "docs" / "benchmarks.md", "\n\n".join(text) + "\n")
+    update_readme(root / "README.md", speed=f"{essence(found)}\n\nOn {where}.")
+
+
+def essence(rows: list[Row]) -> str:
+    """The rows of the README, in Markdown."""
+    lines = ["| | ours | without position encoding, or stock | otherwise |", "|---|---:|---:|---|"]
+    for begins, name in ESSENCE.items():
+        row = next(row for row in rows if row.what.startswith(begins))
+        otherwise = "; ".join(f"{_number(value, row.unit)} ({other})" for other, value in row.otherwise) or "-"
+        base = row.limit if row.limit is not None else row.stock
+        lines.append(f"| {name} | {_number(row.ours, row.unit)} | {_number(base, row.unit)} | {otherwise} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    publish(Path(sys.argv[1]), Path("."))

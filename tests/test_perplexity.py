@@ -218,6 +218,9 @@ def test_the_definitions_differ_as_they_should() -> None:
         assert result.definition == definition
         assert result.tokens == counts[definition]
         assert math.log(result.perplexity) == pytest.approx(expected[definition], abs=1e-6), definition
+    # The fifth that is published: the text is cut off after its first window.
+    first_window = perplexity(ByContext(cost), ids[:10], 10, 5)
+    assert math.log(first_window.perplexity) == pytest.approx(sum(first) / 9, abs=1e-6)
 
 
 def test_tokens_are_weighted_not_windows() -> None:

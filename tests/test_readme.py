@@ -142,3 +142,50 @@ def test_example_gives_bert_another_encoding(here: Path, capsys: pytest.CaptureF
 def example(name: str) -> Callable[..., None]:
     """The `main` of a script in examples/."""
     return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
+
+
+def test_example_prints_five_perplexities(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "book.txt").write_text("It was the best of times, it was the worst of times. " * 20)
+    example("five_perplexities")("HuggingFaceTB/SmolLM2-135M", "book.txt", "256", "64", "16")
+    rows = capsys.readouterr().out.splitlines()[2:]
+    values = [float(row.split("|")[-2]) for row in rows]
+    assert len(values) == 5 and all(value > 1 for value in values) and len(set(values)) == 5
+
+
+@pytest.mark.slow
+def test_example_trains_short_and_fades(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps each, of models that learn nothing: every part runs, and nothing is done twice."""
+    train = example("train_short_test_long/run")
+    train.__globals__.update(ENCODINGS=("alibi",), SHAPE={"n_embd": 32, "n_layer": 1, "n_head": 2})
+    train("trained", "2")
+    assert "alibi" in capsys.readouterr().out
+    made = (here / "trained" / "alibi" / "model.safetensors").stat().st_mtime_ns
+    assert {"report.html", "perplexity.png", "native", "held-out.jsonl"} <= {
+        p.name for p in (here / "trained").iterdir()
+    }
+    train("trained", "2")
+    assert (here / "trained" / "alibi" / "model.safetensors").stat().st_mtime_ns == made
+    fade = example("fade_native/run")
+    fade.__globals__.update(EVERY=1)
+    capsys.readouterr()
+    fade("trained", "faded", "2")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == [f"| {name}" for name in fade.__globals__["RUNS"]]
+    assert (here / "faded" / "losses.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_example_extends_a_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extend = example("extend_context/run")
+    extend.__globals__.update(ENCODINGS=("yarn",), TRAINED=64, CONTEXT=128, SHORT=32, BLOCK=32)
+    tiny_llama(max_position_embeddings=64).save_pretrained(here / "short")
+    tiny_tokenizer().save_pretrained(here / "short")
+    extend("extended", str(here / "short"), "2")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in rows] == [
+        ("native", "no training"),
+        ("yarn", "no training"),
+        ("yarn", "position skipping"),
+        ("native", "no skipping"),
+        ("yarn", "no skipping"),
+    ]
