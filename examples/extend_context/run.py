@@ -44,28 +44,21 @@ def main(output: str, model: str | None = None, steps: str = "48") -> None:
         tokenizer.save_pretrained(base)
         del loaded
     text, train = write_texts(folder)
-    done = read_results(folder)
+    done = {}
     for way, options in WAYS.items():
         for encoding in ("native", *ENCODINGS):
-            name = f"{encoding}, {way}"
-            if name in done:
-                continue
-            tuned = folder / f"{encoding}-{way.replace(' ', '-')}"
-            if options is not None and not (tuned / "config.json").is_file():
-                if encoding == "native" and way == "position skipping":
-                    continue  # nothing to extend
-                print(f"{name}: training", flush=True)
-                adapt(base, train, tuned, encoding, steps, options)
-            done[name] = measure(base if options is None else tuned, text, encoding, patched=options is not None)
-            print(f"{name}: {done[name]}", flush=True)
-            write_json(folder / "results.json", done)
+            if encoding == "native" and way == "position skipping":
+                continue  # nothing to extend
+            name = f"{encoding}-{way.replace(' ', '-')}"
+            tuned, measured = folder / name, folder / f"{name}.json"
+            if not measured.is_file():
+                if options is not None and not (tuned / "config.json").is_file():
+                    print(f"{name}: training", flush=True)
+                    adapt(base, train, tuned, encoding, steps, options)
+                print(f"{name}: measuring", flush=True)
+                write_json(measured, measure(base if options is None else tuned, text, encoding, options is None))
+            done[encoding, way] = json.loads(measured.read_text(encoding="utf-8"))
     print(table(done))
-
-
-def read_results(folder: Path) -> dict[str, dict[str, float]]:
-    """What earlier calls measured."""
-    file = folder / "results.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def adapt(base: Path, text: Path, output: Path, encoding: str, steps: str, options: list[str]) -> None:
@@ -91,13 +84,14 @@ def adapt(base: Path, text: Path, output: Path, encoding: str, steps: str, optio
     if encoding != "native":
         given |= {"encoding": encoding, "context_length": CONTEXT}
     words = [word for name, value in given.items() for word in (f"--{name}", *str(value).split(" "))]
-    finetune(parse_arguments([*words, "--lora", *options]))
+    if finetune(parse_arguments([*words, "--lora", *options])).stopped:  # by SIGTERM, with a checkpoint saved
+        raise SystemExit(143)
 
 
-def measure(source: Path, text: Path, encoding: str, *, patched: bool) -> dict[str, float]:
+def measure(source: Path, text: Path, encoding: str, untrained: bool) -> dict[str, float]:
     """Perplexity, long and short, of the model in `source`."""
-    model, tokenizer = load_model(source)
-    if encoding != "native" and not patched:
+    model, tokenizer = load_model(source, "bfloat16")
+    if encoding != "native" and untrained:
         hf_posenc.patch(model, encoding, context_length=CONTEXT)
     ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8")).input_ids)[:CONTEXT]
     window, stride = (TRAINED, TRAINED // 4) if encoding == "native" else (CONTEXT, CONTEXT)
@@ -106,16 +100,16 @@ def measure(source: Path, text: Path, encoding: str, *, patched: bool) -> dict[s
     return {"long": float(long.double().mean().exp()), "short": short}
 
 
-def table(done: dict[str, dict[str, float]]) -> str:
+def table(done: dict[tuple[str, str], dict[str, float]]) -> str:
     """In Markdown, with the change against the model as it came."""
-    native = done["native, no training"]
+    native = done["native", "no training"]
     lines = [
         "| encoding | training | long | against native | short | against native |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for name, found in done.items():
+    for (encoding, way), found in done.items():
         cells = [f"{found[side]:.2f} | {found[side] / native[side] - 1:+.1%}" for side in ("long", "short")]
-        lines.append(f"| {' | '.join(name.split(', '))} | {' | '.join(cells)} |")
+        lines.append(f"| {encoding} | {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

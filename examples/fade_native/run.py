@@ -24,7 +24,7 @@ RUNS = {
 }
 
 
-def main(trained: str, output: str, steps: str = "300") -> None:
+def main(trained: str, output: str, steps: str = "240") -> None:
     """Run what an earlier call has not finished; write `results.json` and `losses.png`, and print a table."""
     folder = Path(output)
     curves = {}
@@ -66,7 +66,8 @@ def adapt(trained: Path, output: Path, given: list[str], steps: str) -> list[tup
             "report_to": "none",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        finetune(parse_arguments([*words, *given]))
+        if finetune(parse_arguments([*words, *given])).stopped:  # by SIGTERM, with a checkpoint saved
+            raise SystemExit(143)
     state = json.loads((output / f"checkpoint-{steps}" / "trainer_state.json").read_text(encoding="utf-8"))
     return [(row["step"], row["eval_loss"]) for row in state["log_history"] if "eval_loss" in row]
 

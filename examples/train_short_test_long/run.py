@@ -27,7 +27,7 @@ SHAPE = {"n_embd": 192, "n_layer": 4, "n_head": 6, "resid_pdrop": 0.0, "embd_pdr
 END = "<|endoftext|>"
 
 
-def main(output: str, steps: str = "600") -> None:
+def main(output: str, steps: str = "400") -> None:
     """Do every part that an earlier run has not finished, and write the report into `output`."""
     folder = Path(output)
     if not (folder / "new" / "config.json").is_file():
@@ -96,7 +96,9 @@ def train(folder: Path, encoding: str, steps: int) -> None:
     if encoding != "native":
         options["encoding"] = encoding
     print(f"{encoding}: training", flush=True)
-    finetune(parse_arguments([word for name, value in options.items() for word in (f"--{name}", str(value))]))
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if finetune(parse_arguments(words)).stopped:  # by SIGTERM, with a checkpoint saved
+        raise SystemExit(143)
 
 
 def measure(folder: Path, encoding: str) -> dict:
