@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +26,10 @@ ESSENCE = {
     "loss and its gradient, 4096 tokens, vocabulary 49152, float32:": "loss of 4,096 tokens, memory",
 }
 """Rows that the README shows: how `what` begins, and what it is called there."""
+
+
+LOOKS = {"alibi": ("#0072B2", "o"), "t5": ("#D55E00", "s"), "fire": ("#009E73", "^")}
+"""Colour and marker of an encoding in the picture."""
 
 
 def head() -> str:
@@ -110,10 +113,13 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for axis, (unit, drawn) in zip(axes, lines.items(), strict=True):
         for name, points in sorted(drawn.items()):
-            style = "k:" if name.startswith("no ") else "--" if "tensor" in name else "-"
-            axis.plot(list(points), list(points.values()), style, marker="o", markersize=3, label=name)
+            colour, marker = LOOKS.get(name.partition(",")[0], ("black", ""))  # told apart in grey by their markers
+            line = ":" if not marker else "--" if "tensor" in name else "-"
+            axis.plot(list(points), list(points.values()), line, color=colour, marker=marker, markersize=5, label=name)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        lengths = sorted({length for points in drawn.values() for length in points})
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
         axis.set_xlabel("tokens")
         axis.set_ylabel("seconds" if unit == "s" else "peak memory beyond the inputs, MiB")
         axis.grid(alpha=0.3)
@@ -129,7 +135,7 @@ def publish(output: Path, root: Path) -> None:
     from hf_posenc.reference import update_readme
 
     machine, found = read(output / "results.json")
-    shutil.copyfile(output / "growth.png", root / "docs" / "growth.png")
+    plot(found, root / "docs" / "growth.png")
     where = (
         f"{machine['threads']} CPU cores ({machine['processor']}), torch {machine['torch']}, transformers"
         f" {machine['transformers']}, medians of {machine['rounds']} interleaved rounds"
