@@ -243,6 +243,7 @@ def _outer_class(base: nn.Module, record: dict[str, Any] | None = None) -> str |
         # By its class, not isinstance: that would wake lazy proxies of other libraries.
         if PreTrainedModel not in type(thing).__mro__ or thing is base or "_modules" not in thing.__dict__:
             return False
+        # A record in a config inside that one is not enough: stock saves it as that of a plain model.
         if record is not None and getattr(getattr(thing, "config", None), checkpoint.RECORD, None) == record:
             return False
         return any(module is base for module in thing.modules())
@@ -266,7 +267,8 @@ def _check_head(base: nn.Module, prefix: str, keep_vars: bool) -> None:
     if outer is not None:
         raise PatchError(
             f"This {type(base).__name__} was patched by itself and then put into a {outer}, whose config knows nothing "
-            f"of it: what that saves would open as the unpatched model. Patch the {outer} in the same way."
+            f"of it: what that saves would open as the unpatched model. Patch the {outer} in the same way, or save the "
+            f"{type(base).__name__} by itself."
         )
 
 

@@ -31,6 +31,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    BertLMHeadModel,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -786,6 +788,15 @@ def test_a_patched_base_model_put_into_another_head(architecture: str, name: str
     assert type(head.config) is type(own.config) and not hasattr(head.config, "hf_posenc")
     assert not head.base_model._state_dict_pre_hooks
     assert torch.equal(logits(head, IDS), logits(own, IDS))
+
+
+def test_a_patched_encoder_in_a_model_of_two_is_not_saved_as_a_plain_one(tmp_path: Path) -> None:
+    encoder = hf_posenc.patch(ARCHITECTURES["bert"]().base_model, "alibi")
+    decoder = BertLMHeadModel(ARCHITECTURES["bert"](is_decoder=True, add_cross_attention=True).config)
+    both = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    assert torch.isfinite(both(IDS, decoder_input_ids=IDS).logits).all()
+    with pytest.raises(hf_posenc.PatchError, match=r"into a EncoderDecoderModel, .* or save the BertModel by itself"):
+        both.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

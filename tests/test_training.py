@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_data import sentences, tiny_tokenizer
 from torch import nn
+from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -236,13 +237,17 @@ def _trainer(model: PreTrainedModel, folder: Path, data: Sequence[Any] = (), **o
     known = TrainingArguments.__dataclass_fields__
     if "activation_checkpointing" not in known:  # older releases call it so
         options = {name.replace("activation_", "gradient_"): value for name, value in options.items()}
-    if "train_sampling_strategy" not in known:
+    in_order = options.get("train_sampling_strategy") == "sequential"
+    if "train_sampling_strategy" not in known:  # as in transformers 5.0
         options.pop("train_sampling_strategy", None)
     training = TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
         prediction_loss_only=True, logging_nan_inf_filter=False, save_strategy="no", **{**fields, **options},
     )  # fmt: skip
-    return LongContextTrainer(model=model, args=training, train_dataset=list(data), data_collator=_stack, **ours)
+    trainer = LongContextTrainer(model=model, args=training, train_dataset=list(data), data_collator=_stack, **ours)
+    if in_order:
+        trainer._get_train_sampler = SequentialSampler  # type: ignore[assignment]
+    return trainer
 
 
 def _stack(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -363,6 +368,27 @@ def test_a_checkpoint_that_cannot_be_written_is_removed(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
 
 
+def test_a_checkpoint_that_lacks_weights_is_not_resumed_from(tmp_path: Path) -> None:
+    """The Trainer would go on with the weights of the beginning. What is tied to another is not lacking."""
+    from safetensors.torch import load_file, save_file
+
+    def trainer() -> LongContextTrainer:
+        options = {"per_device_train_batch_size": 2, "max_steps": 2, "save_steps": 1}
+        made = _trainer(tiny_gpt2(tie_word_embeddings=True), tmp_path, _samples([5, 6, 7, 8]), **options)
+        made.args.save_strategy = "steps"
+        return made
+
+    trainer().train()
+    path = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights = load_file(path)
+    assert "lm_head.weight" not in weights
+    trainer().train(resume_from_checkpoint=str(path.parent))
+    del weights["transformer.ln_f.bias"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"cannot be resumed from: it lacks transformer\.ln_f\.bias\."):
+        trainer().train(resume_from_checkpoint=str(path.parent))
+
+
 def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
     for step, content in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_st')):
         (tmp_path / f"checkpoint-{step}").mkdir()
@@ -417,6 +443,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert first.stopped and first.steps == 2
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (tmp_path / "parts" / "config.json").exists()
+    if any(key.endswith("LayerNorm.beta") for key in _weights(tmp_path / "parts" / "checkpoint-2")):
+        with pytest.raises(ValueError, match=r"cannot be resumed from: it lacks .*LayerNorm"):
+            finetune(arguments(tmp_path / "parts", *common))
+        pytest.skip("transformers 5.0 saves a BERT under names that it does not read when it resumes")
     second = finetune(arguments(tmp_path / "parts", *common))
     assert not second.stopped and second.steps == 4
 

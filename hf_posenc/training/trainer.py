@@ -180,6 +180,21 @@ class LongContextTrainer(Trainer):
                 "Make room and run the same command again."
             ) from error
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """After a checkpoint was loaded to go on from.
+
+        Raises:
+            ValueError: it lacks weights, which would go on from where the run began. The Trainer only warns of it.
+        """
+        state = self.accelerator.unwrap_model(self.model).state_dict(keep_vars=True)
+        lacking = set(load_result.missing_keys)
+        there = {id(value) for name, value in state.items() if name not in lacking}
+        lost = sorted(name for name in lacking & state.keys() if id(state[name]) not in there)  # tied ones are there
+        if lost:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            raise ValueError(f"The checkpoint cannot be resumed from: it lacks {', '.join(lost[:3])}{more}.")
+        super()._issue_warnings_after_load(load_result)
+
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(
