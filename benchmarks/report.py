@@ -149,6 +149,13 @@ def publish(output: Path, root: Path) -> None:
         " rounds of ours in parts of what is named there.",
         f"{sum(row.met is True for row in found)} targets are met, {len(missed)} missed"
         + "".join(f"\n- missed: {row.what}: {row.ratio:.3g} of {row.against}" for row in missed),
+        "Where another way was better than ours:"
+        + "".join(
+            f"\n- {row.what}: {_number(value, row.unit)} ({other}), ours {_number(row.ours, row.unit)}"
+            for row in found
+            for other, value in row.otherwise
+            if value < row.ours
+        ),
         table(found).strip(),
         "![Time and memory of one attention call against its length](growth.png)",
     ]

@@ -80,6 +80,7 @@ def adapt(base: Path, text: Path, output: Path, encoding: str, steps: str, optio
         "save_strategy": "no",
         "report_to": "none",
         "bf16": True,
+        "use_cpu": not torch.accelerator.is_available(),
     }
     if encoding != "native":
         given |= {"encoding": encoding, "context_length": CONTEXT}

@@ -18,13 +18,13 @@ EVERY = 20
 RUNS = {
     "learned (control)": [],
     "alibi, at once": ["--encoding", "alibi"],
-    "alibi, fading": ["--encoding", "alibi", "--native_weight_schedule", "linear:100"],
+    "alibi, fading": ["--encoding", "alibi", "--native_weight_schedule", "linear:80"],
     "rope, at once": ["--encoding", "rope"],
-    "rope, fading": ["--encoding", "rope", "--native_weight_schedule", "linear:100"],
+    "rope, fading": ["--encoding", "rope", "--native_weight_schedule", "linear:80"],
 }
 
 
-def main(trained: str, output: str, steps: str = "240") -> None:
+def main(trained: str, output: str, steps: str = "160") -> None:
     """Run what an earlier call has not finished; write `results.json` and `losses.png`, and print a table."""
     folder = Path(output)
     curves = {}
@@ -52,6 +52,7 @@ def adapt(trained: Path, output: Path, given: list[str], steps: str) -> list[tup
             "train_text": trained / "train.jsonl",
             "eval_text": trained / "held-out.jsonl",
             "eval_lengths": LENGTH,
+            "eval_tokens": 16384,
             "eval_strategy": "steps",
             "eval_steps": EVERY,
             "eval_on_start": "true",
