@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -443,3 +445,18 @@ def test_accuracy_is_drawn() -> None:
     (axes,) = figure.axes
     assert "first" in axes.get_ylabel() and "tokens" in axes.get_xlabel()
     assert list(axes.lines[0].get_ydata()) == [1.0, 1.0]
+
+
+def test_example_compares_encodings_of_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_bert(vocab_size=600).bert.save_pretrained(tmp_path / "bert")
+    whole_words(special=True).save_pretrained(tmp_path / "bert")
+    main = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "encoder_retrieval.py"))["main"]
+    options = ("--lengths", "32,64", "--documents", "3", "--trials", "1", "--picture", str(tmp_path / "found.png"))
+    main(str(tmp_path / "bert"), *options, "alibi", "learned:init=repeat")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["truncated", "windows", "alibi", "learned:init=repeat"]
+    assert all(0 <= float(cell.strip("()")) <= 1 for line in lines[3:-1] for cell in line.split()[1:])
+    short = {line.split()[0]: line.split()[-6:-4] for line in lines[1:-1]}
+    assert short["truncated"] == short["windows"] == short["learned:init=repeat"]  # at the trained length, one model
+    assert "guessing gives 0.33" in lines[-1]
+    assert (tmp_path / "found.png").stat().st_size > 0
