@@ -27,7 +27,7 @@ def plot_distance_curve(curve: DistanceCurve) -> Figure:
             )
         axes.set_title(f"layer {layer}", loc="left", fontsize=10)
         axes.set_xlabel("distance (tokens)")
-    panels[0].set_ylabel("attention weight" if curve.of == "weights" else "score less that of distance 0 (nats)")
+    panels[0].set_ylabel("attention weight" if curve.of == "weights" else "score minus that of distance 0 (nats)")
     if curve.of == "weights":
         for axes in panels:
             axes.set_yscale("log")

@@ -113,24 +113,24 @@ def needle_heatmap(
     image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     for row, values in enumerate(grid):
         for column, value in enumerate(values):
-            if math.isfinite(value):
-                ink = "black" if value > 0.55 else "white"
-                axes.text(column, row, f"{value:.0%}", ha="center", va="center", color=ink, fontsize=9)
+            text, ink = (
+                (f"{value:.0%}", "black" if value > 0.55 else "white") if math.isfinite(value) else ("-", "black")
+            )
+            axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
     axes.set_xticks(range(len(lengths)), [_tokens(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("length of the prompt (tokens)")
-    axes.set_ylabel("depth of the needle\n(0 % = start)")
+    axes.set_ylabel("depth of the needle\n(0% = start)")
     axes.spines[:].set_visible(False)
     axes.grid(False)
     inside = [i for i, length in enumerate(lengths) if trained_length is not None and length <= trained_length]
-    marked = bool(inside) and inside[-1] + 1 < len(lengths)
-    _title(axes, title, pad=18 if marked else None)
-    if marked:
+    _title(axes, title)
+    if trained_length is not None and inside and inside[-1] + 1 < len(lengths):
         axes.axvline(inside[-1] + 0.5, color="white", linewidth=2.5)
         axes.axvline(inside[-1] + 0.5, color="black", linewidth=1.2, linestyle=(0, (4, 2)))
-        axes.text(inside[-1] + 0.5, -0.58, "trained length", ha="center", va="bottom", fontsize=8, color="#444444")
+        _above(axes, inside[-1] + 0.5, f"trained length {_tokens(trained_length)}")
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05, pad=0.03)
-    bar.ax.set_yticklabels(["0 %", "50 %", "100 %"])
+    bar.ax.set_yticklabels(["0%", "50%", "100%"])
     bar.set_label("found (exact match)")
     return figure
 
@@ -145,7 +145,7 @@ def wavelengths(
     """Tokens in one full turn of each rotary pair. Pairs above the trained length never turned fully in training.
 
     Args:
-        frequencies: {label: radians per token of each pair}.
+        frequencies: {label: radians per token of each pair}; none draws no line.
     """
     figure, axes = _figure()
     axes.set_yscale("log", base=2)
@@ -153,6 +153,8 @@ def wavelengths(
     every = max(1, max((len(f) for f in frequencies.values()), default=1) // 16)
     ends = []
     for index, (label, values) in enumerate(frequencies.items()):
+        if not values:
+            continue
         turns = [2 * math.pi / value if value > 0 else math.nan for value in values]
         axes.plot(range(len(turns)), turns, **_style(index), label=label, markevery=every)
         ends.append((len(turns) - 1, turns[-1], label, _style(index)["color"]))
@@ -167,11 +169,17 @@ def wavelengths(
                 fontsize=8,
                 color="#444444",
             )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("rotary pair (0 turns fastest)")
     axes.set_ylabel("wavelength (tokens, log scale)")
     _title(axes, title)
     _label_ends(figure, axes, ends)
     return figure
+
+
+def title_of(figure: Figure) -> str:
+    """The title, in one line."""
+    return figure.axes[0].get_title(loc="left").replace("\n", " ")
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
@@ -193,7 +201,7 @@ def render(figure: Figure, kind: str) -> bytes:
 # ---------------------------------------------------------------------- parts of a picture
 
 
-def _figure(width: float = 7.4, height: float = 4.4) -> tuple[Figure, Any]:
+def _figure(width: float = 6.4, height: float = 4.2) -> tuple[Figure, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,11 +214,11 @@ def _figure(width: float = 7.4, height: float = 4.4) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _title(axes: Any, text: str, pad: float | None = None) -> None:
+def _title(axes: Any, text: str) -> None:
     """A title in as many lines as the width of the picture asks for."""
     letters = int(axes.figure.get_figwidth() * 10.5)
     lines = textwrap.wrap(text, letters, break_on_hyphens=False)
-    axes.set_title("\n".join(lines), loc="left", fontsize=11, pad=pad)
+    axes.set_title("\n".join(lines), loc="left", fontsize=11)
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -237,21 +245,28 @@ def _lengths_axis(axes: Any, lengths: Sequence[float]) -> None:
 
 
 def _mark_length(axes: Any, length: int | None) -> None:
+    """Mark the trained length where it lies within the axis; the title makes room for its name."""
     if length is None or not axes.get_xlim()[0] <= length <= axes.get_xlim()[1]:
         return
     axes.axvline(length, color="#555555", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    _above(axes, length, f"trained length {_tokens(length)}")
+
+
+def _above(axes: Any, x: float, text: str) -> None:
+    """A small note between the axes and their title, at `x` of the data."""
     axes.annotate(
-        f"trained length {_tokens(length)}",
-        (length, 1),
+        text,
+        (x, 1),
         xycoords=("data", "axes fraction"),
-        xytext=(-4, -3),
+        xytext=(0, 3),
         textcoords="offset points",
-        rotation=90,
-        ha="right",
-        va="top",
+        ha="center",
+        va="bottom",
         fontsize=8,
         color="#444444",
+        annotation_clip=False,
     )
+    axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=11, pad=18)  # above it
 
 
 def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
@@ -260,14 +275,18 @@ def _label_ends(figure: Figure, axes: Any, ends: Sequence[tuple[float, float, st
     if not ends:
         return
     longest = max(len(end[2]) for end in ends)
-    direct = longest <= 28 and len(ends) <= 8
+    direct = longest <= 24 and len(ends) <= 8
     if len(ends) > 1 or not direct:
         handles, labels = axes.get_legend_handles_labels()
+        labels = [textwrap.fill(label, 80, break_on_hyphens=False) for label in labels]
+        columns = min(len(ends), max(1, int(figure.get_figwidth() * 15) // (longest + 9)))
+        lines = sum(label.count("\n") + 1 for label in labels) / columns
+        figure.set_figheight(figure.get_figheight() + 0.17 * (lines - 1))  # inches, so that the axes stay as high
         figure.legend(
             handles,
-            [textwrap.fill(label, 100, break_on_hyphens=False) for label in labels],
+            labels,
             loc="outside lower center",
-            ncols=min(len(ends), max(1, 110 // (longest + 9))),
+            ncols=columns,
             fontsize=8,
             frameon=False,
             handlelength=3.2,

@@ -22,11 +22,14 @@ def write_report(results: dict[str, Any], folder: Path) -> list[Path]:
     Returns:
         The files written: `results.json`, pictures, `report.md`, `report.html`.
     """
-    pictures = {name: plot for name, plot in _pictures(results).items() if plot is not None}
+    pictures = _pictures(results)
     written = [write_json(folder / "results.json", results)]
     for name, (figure, _) in pictures.items():
         written += plots.save(figure, folder / name)
-    images = [(name, caption, (folder / f"{name}.svg").read_bytes()) for name, (_, caption) in pictures.items()]
+    images = [
+        (name, plots.title_of(figure), caption, (folder / f"{name}.svg").read_bytes())
+        for name, (figure, caption) in pictures.items()
+    ]
     written.append(write_whole(folder / "report.md", _markdown(results, images)))
     written.append(write_whole(folder / "report.html", _html(results, images)))
     for pattern in ("loss_by_position.*", "wavelengths.*", "passkey_*.*"):
@@ -43,58 +46,54 @@ def summary(results: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------- what is shown
 
 
-def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
-    trained, longest = results["model"]["trained_length"], max(results["settings"]["lengths"])
+def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """{name of the file: (figure, caption)}, in the order in which they are shown."""
+    trained, longest = _trained(results), max(results["settings"]["lengths"])
     text = ", ".join(Path(source).name or source for source in results["text"]["sources"])
     models = [model["name"] for model in _models(results)]
     subject = f"{models[0]} on {text}" if len(models) == 1 else text
     encodings = results["encodings"]
+    bars = {
+        entry["label"]: [(row["length"], *map(float, row["interval"])) for row in entry["rows"] if row["interval"]]
+        for entry in encodings
+        if any(row["interval"] for row in entry["rows"])
+    }
     curve = plots.perplexity_curve(
         {entry["label"]: [(row["length"], float(row["perplexity"])) for row in entry["rows"]] for entry in encodings},
         trained_length=trained,
         title=f"Perplexity against context length: {subject}",
-        intervals={
-            entry["label"]: [(row["length"], *map(float, row["interval"])) for row in entry["rows"] if row["interval"]]
-            for entry in encodings
-        },
+        intervals=bars,
     )
-    steady = [e for e in encodings if e["positions"] and (not e["length_dependent"] or len(encodings) == 1)]
-    positions = plots.loss_by_position(
-        {entry["label"]: [(float(x), float(y), n) for x, y, n in entry["positions"] if x >= 16] for entry in steady},
-        trained_length=trained,
-        title=f"Loss by position: {subject}",
-    )
-    dependent = [e["label"] for e in encodings if e["length_dependent"] and e.get("frequencies")]
-    turning = {entry["label"]: entry["frequencies"] for entry in encodings if entry.get("frequencies")}
-    found: dict[str, tuple[Any, str] | None] = {
-        "perplexity": (
-            curve,
-            f"{_column(results)} Thin bars, where there is enough text: 95 % bootstrap intervals over blocks.",
-        ),
-        "loss_by_position": (
-            positions,
+    found = {"perplexity": (curve, _column(results) + (" Thin bars: 95% bootstrap intervals." if bars else ""))}
+    # An encoding keeps its place, and with it its colour, in every picture, also where it has no line.
+    losses = {
+        entry["label"]: [(float(x), float(y), n) for x, y, n in entry["positions"] if x >= 16]
+        if not entry["length_dependent"] or len(encodings) == 1
+        else []
+        for entry in encodings
+    }
+    if any(losses.values()):
+        found["loss_by_position"] = (
+            plots.loss_by_position(losses, trained_length=trained, title=f"Loss by position: {subject}"),
             "Loss against the number of tokens before the target, in bins of equal width on the log scale: faint as"
             " measured, strong smoothed.",
         )
-        if steady
-        else None,
-        "wavelengths": (
+    turning = {entry["label"]: entry["frequencies"] or [] for entry in encodings}
+    if any(turning.values()):
+        dependent = [entry["label"] for entry in encodings if entry["length_dependent"] and entry["frequencies"]]
+        found["wavelengths"] = (
             plots.wavelengths(turning, trained_length=trained, context_length=longest),
             "Tokens in one full turn of each rotary pair. Pairs above the trained length never made one in training."
             + (f" {_named(dependent)}: in sequences of {longest:,} tokens." if dependent else ""),
         )
-        if turning
-        else None,
-    }
     for number, entry in enumerate(encodings):
-        if entry.get("passkey"):
-            table = {
-                int(n): {float(d): float(v) for d, v in row.items()} for n, row in entry["passkey"]["accuracy"].items()
-            }
+        probed = entry["passkey"]["accuracy"] if entry.get("passkey") else {}
+        table = {int(n): {float(d): float(v) for d, v in row.items()} for n, row in probed.items()}
+        if any(math.isfinite(value) for row in table.values() for value in row.values()):
             found[f"passkey_{number}"] = (
                 plots.needle_heatmap(table, trained_length=trained, title=f"Passkey retrieval: {entry['label']}"),
-                f"Passkeys found under {entry['label']}, {entry['passkey']['trials']} a cell, exact match, greedy"
-                " decoding.",
+                f"Passkeys found under `{entry['label']}`: {_count(entry['passkey']['trials'], 'prompt')} a cell, exact"
+                " match, greedy decoding.",
             )
     return found
 
@@ -102,6 +101,16 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str] | None]:
 def _models(results: dict[str, Any]) -> list[dict[str, Any]]:
     """What is known of the model, or of each model of a comparison."""
     return results.get("models") or [results["model"]]
+
+
+def _trained(results: dict[str, Any]) -> int | None:
+    """The trained length, where the models have the same one."""
+    lengths = {model["trained_length"] for model in _models(results)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _named(labels: Sequence[str]) -> str:
@@ -121,7 +130,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
     rows = [[entry["label"], *(_number(row["perplexity"]) for row in entry["rows"])] for entry in encodings]
     rows.append(["targets", *(f"{row['tokens']:,}" for row in encodings[0]["rows"])])
     note = f"{_column(results)} Last line: how many targets each number is made of."
-    if trained and len({model["trained_length"] for model in _models(results)}) == 1:
+    if _trained(results):
         note += f" Trained length: {trained:,} tokens."
     tables = [("Perplexity by context length", note, ["encoding", *(f"{length:,}" for length in lengths)], rows)]
     short = [i for i, length in enumerate(lengths) if trained and length <= trained]
@@ -141,10 +150,12 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
         rows = []
         for entry in probed:
             kinds = [entry["passkey"][kind] for kind in ("accuracy", "lenient")]
-            means = [" / ".join(_share(kind[size].values()) for kind in kinds) for size in sizes]
+            means = [" / ".join(_share(kind[size]) for kind in kinds).replace("- / -", "-") for size in sizes]
             rows.append([entry["label"], *means, f"{entry['passkey']['seconds']:,.1f}"])
         asked = len(probed[0]["passkey"]["depths"]) * probed[0]["passkey"]["trials"]
         note = f"Exact / lenient match, mean over depths: {asked} prompts each. Column: tokens of the prompt."
+        if any("-" in row[1:] for row in rows):
+            note += " -: the table of positions has no room for the reply."
         head = ["encoding", *(f"{int(size):,}" for size in sizes), "seconds"]
         tables.append(("Passkeys found", note, head, rows))
     tables.append(
@@ -152,7 +163,7 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             "The runs",
             "Over all targets of the pass at the longest length, whatever their context. Seconds: of all passes,"
             " without loading the model.",
-            ["encoding", "perplexity", "95 % interval", "bits per byte", "targets", "passes", "seconds"],
+            ["encoding", "perplexity", "95% interval", "bits per byte", "targets", "passes", "seconds"],
             [
                 [
                     entry["label"],
@@ -217,8 +228,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
         notes.append(
             f"Passkeys: a number of five digits in repeated filler, {probes['trials']} for each length and depth, seed"
             f" {probes['seed']}, the same for every encoding; decoded greedily with a cache. Exact: the reply begins"
-            " with the number. Lenient: it is anywhere in the reply. -: the"
-            " model's table of positions has no room for the reply."
+            " with the number. Lenient: it is anywhere in the reply."
         )
     for entry in encodings:
         older = {k: v for k, v in entry["versions"].items() if v != results["versions"].get(k)}
@@ -238,7 +248,7 @@ def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
         models.append(("model", f"{model['name']} ({model['class']}, {size}, {dtype}; trained length {length})"))
     return [
         *models,
-        ("text", f"{', '.join(text['sources'])}: {text['documents']:,} documents, {text['tokens']:,} tokens"),
+        ("text", f"{', '.join(text['sources'])}: {_count(text['documents'], 'document')}, {text['tokens']:,} tokens"),
         ("device", results["device"]),
         ("processes", str(results["processes"])),
         ("seconds", f"{results['seconds']:,.1f} in all, parts that an earlier run finished included"),
@@ -250,9 +260,9 @@ def _facts(results: dict[str, Any]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------- as Markdown, as HTML
 
 
-def _markdown(results: dict[str, Any], images: Sequence[tuple[str, str, bytes]]) -> str:
+def _markdown(results: dict[str, Any], images: Sequence[tuple[str, str, str, bytes]]) -> str:
     parts = [f"# {results['title']}"]
-    shown = {name: f"![{caption}]({name}.png)\n\n{caption}" for name, caption, _ in images}
+    shown = {name: f"![{title}]({name}.png)\n\n{caption}" for name, title, caption, _ in images}
     parts.append(shown.pop("perplexity"))
     for title, note, head, rows in _tables(results):
         parts.append(f"## {title}\n\n{note}\n\n{_pipe_table(head, rows)}")
@@ -268,34 +278,33 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-figure { margin: 1.5rem 0; overflow-x: auto; } img { max-width: 100%; height: auto; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; }
 figcaption, .note { color: #555; font-size: .9rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 7rem;
+th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; min-width: 9rem;
   overflow-wrap: anywhere; }
 thead th { border-bottom: 2px solid #888; vertical-align: bottom; }
 pre { background: #f5f5f5; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 code { font-size: .92em; overflow-wrap: anywhere; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
-@media (max-width: 40rem) { img { max-width: none; width: 36rem; } }
-@media print { body { margin: 0; } .wide, figure { overflow: visible; } h2 { break-after: avoid; }
+@media print { body { margin: 0; } .wide { overflow: visible; } h2 { break-after: avoid; }
   figure, tr, pre { break-inside: avoid; } }
 """
 
 
-def _html(results: dict[str, Any], images: Sequence[tuple[str, str, bytes]]) -> str:
+def _html(results: dict[str, Any], images: Sequence[tuple[str, str, str, bytes]]) -> str:
     def escape(text: str) -> str:
         pieces = html.escape(text).split("`")
         return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
 
     shown = {}
-    for name, caption, svg in images:
+    for name, title, caption, svg in images:
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
         shown[name] = (
-            f'<figure><img src="{source}" alt="{html.escape(caption)}">'
+            f'<figure><img src="{source}" alt="{html.escape(title)}">'
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
     parts = [f"<h1>{escape(results['title'])}</h1>", shown.pop("perplexity")]
@@ -351,11 +360,14 @@ def _compared(entry: dict[str, Any]) -> bool:
 
 
 def _change(value: Any) -> str:
-    return "-" if value is None or math.isnan(float(value)) else f"{float(value):+,.1%}"
+    """A change as per cent with a sign, unless it rounds to none."""
+    if value is None or math.isnan(float(value)):
+        return "-"
+    text = f"{float(value):+,.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
-def _share(values: Any) -> str:
-    """The mean of fractions found; nothing where none was asked for."""
-    numbers = [float(value) for value in values]
-    mean = sum(numbers) / len(numbers)
+def _share(by_depth: dict[str, Any]) -> str:
+    """The mean of the fractions found."""
+    mean = sum(map(float, by_depth.values())) / len(by_depth)
     return "-" if math.isnan(mean) else f"{mean:.0%}"
