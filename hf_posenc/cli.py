@@ -381,7 +381,7 @@ EVALUATION = [
     ),
     click.option("--max-tokens", type=click.IntRange(min=2), help="Use at most so many tokens of text. Default: all."),
     click.option(
-        "--batch-size", type=click.IntRange(min=1), help="Windows run together. Default: as many as make 4,096 tokens."
+        "--batch-size", type=click.IntRange(min=1), help="Windows run together. Default: what the device runs fastest."
     ),
     click.option(
         "--bos",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation import limits
-from hf_posenc.evaluation.likelihood import TOKENS_IN_BATCH, PerplexityResult, as_documents, check_ids
+from hf_posenc.evaluation.likelihood import PerplexityResult, as_documents, check_ids, tokens_in_batch
 from hf_posenc.evaluation.processes import Processes
 from hf_posenc.evaluation.scoring import device_of, evaluating, logits_of, nats, unwrap
 from hf_posenc.evaluation.windows import check_int
@@ -77,7 +77,7 @@ def pseudo_perplexity(
     jobs: list[tuple[int, list[int], int]] = []  # chunk, positions, where their scores go
     total = 0
     for number, (_, _, ids, positions) in enumerate(chunks):
-        size = batch_size or max(1, TOKENS_IN_BATCH // len(ids))
+        size = batch_size or max(1, tokens_in_batch(model) // len(ids))
         for start in range(0, len(positions), size):
             part = positions[start : start + size]
             jobs.append((number, part, total))

@@ -104,7 +104,7 @@ def evaluate(
             than the stride, they do not overlap (default: blocks of `max(lengths)` tokens without overlap, which need
             one pass for all lengths).
         bos: put the tokenizer's BOS before each window (default: where the tokenizer itself puts one before a text).
-        batch_size: windows run together (default: as many as make 4,096 tokens).
+        batch_size: windows run together (default: what the device runs fastest).
         passkey_trials: passkeys to hide for each length and depth (default: none).
         passkey_lengths, passkey_depths: where (default: `lengths`).
         seed: of the passkeys.
