@@ -85,7 +85,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], before: float, path: Path) 
     for (name, curve), style in zip(curves.items(), styles, strict=True):
         axes.plot(*zip(*curve, strict=True), style, label=name, marker="os^Dv"[styles.index(style)], markersize=4)
     axes.axhline(before, color="0.6", linewidth=0.8)
-    axes.set(xlabel="optimizer steps", ylabel=f"loss at {LENGTH} tokens (nats per token)", yscale="log")
+    axes.set(xlabel="optimizer steps", ylabel=f"loss at {LENGTH} tokens (nats per token)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
