@@ -457,3 +457,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 def test_json_has_no_numbers_that_readers_refuse() -> None:
     assert plain({"a": math.nan, 2: (math.inf, 1.5, None)}) == {"a": "nan", "2": ["inf", 1.5, None]}
+
+
+def test_labels_leave_long_lists_out_and_stay_apart() -> None:
+    from hf_posenc import LongRoPE
+    from hf_posenc.evaluation.sweep import _label
+
+    first, second = (LongRoPE(factor=2.0, short_factor=[1.0] * 32, long_factor=[x] * 32) for x in (1.5, 2.0))
+    labels = {_label(encoding, encoding) for encoding in (first, second)}
+    assert len(labels) == 2 and all(len(label) < 100 and "32 numbers" in label for label in labels)

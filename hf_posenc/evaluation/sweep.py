@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import platform
+import re
 import shlex
 import sys
 import time
@@ -422,13 +423,23 @@ def _describe(model: nn.Module, asked: Any, longest: int) -> dict[str, Any]:
 def _label(asked: Any, encoding: Any) -> str:
     """The encoding as it was asked for, with the factor or number of positions that was worked out for it."""
     if isinstance(asked, (str, _ShortNative)) or not _open(asked):
-        return str(encoding)
+        return _shortened(str(encoding))
     worked_out = {}
     for name in ("factor", "num_positions"):
         value = getattr(encoding, name, None)
         if value is not None and getattr(asked, name) is None:
             worked_out[name] = int(value) if float(value).is_integer() else round(value, 4)
-    return str(asked.replace(**worked_out))
+    return _shortened(str(asked.replace(**worked_out)))
+
+
+def _shortened(label: str) -> str:
+    """A label without long lists of numbers; what tells two of them apart stays."""
+
+    def short(match: re.Match[str]) -> str:
+        numbers = match[0]
+        return f"[{numbers.count(',') + 1} numbers #{hashlib.sha256(numbers.encode()).hexdigest()[:4]}]"
+
+    return re.sub(r"\[[^\]]{24,}\]", short, label)
 
 
 def _frequencies(model: nn.Module, encoding: Any, length: int) -> list[float]:
