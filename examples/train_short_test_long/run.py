@@ -11,6 +11,7 @@ import json
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, PreTrainedTokenizerFast
@@ -24,7 +25,14 @@ LENGTH = 128
 LENGTHS = [LENGTH * times for times in (1, 2, 3, 4, 6, 8)]
 ENCODINGS = ("sinusoidal:scale=match", "rope", "t5", "alibi")
 """Unscaled waves are fifty times as large as the vectors of new tokens, and a model learns little in so few steps."""
-SHAPE = {"n_embd": 192, "n_layer": 4, "n_head": 6, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SHAPE: dict[str, Any] = {
+    "n_embd": 192,
+    "n_layer": 4,
+    "n_head": 6,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 END = "<|endoftext|>"
 
 
@@ -102,7 +110,7 @@ def train(folder: Path, encoding: str, steps: int) -> None:
         raise SystemExit(143)
 
 
-def measure(folder: Path, encoding: str) -> dict:
+def measure(folder: Path, encoding: str) -> dict[str, Any]:
     """Perplexity of the held-out files by length, in windows without overlap."""
     name = encoding.partition(":")[0]
     results = evaluate(
