@@ -74,7 +74,12 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.weights
+# What the benchmarks compare with.
+$(VENV)/.rivals: $(VENV)/.installed
+	$(PIP) install -qq --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+bench: $(VENV)/.rivals
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean:
