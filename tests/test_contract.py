@@ -6,6 +6,7 @@ Each test takes one way in which tokens can arrive and compares it with one plai
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -309,7 +310,7 @@ def test_rows_of_a_cache_can_be_repeated(architecture: str, name: str, backend: 
 def test_both_names_of_the_cache_argument_work(architecture: str, name: str, backend: str) -> None:
     model = shared(architecture, name, backend)
     ids = tokens(LENGTH)
-    for argument in ("past_key_values", "cache"):
+    for argument in dict.fromkeys(("past_key_values", CACHE)):
         cache = DynamicCache(config=model.config)
         with hf_posenc.sequence_length(LENGTH):
             first = model(ids[:, :20], use_cache=True, **{argument: cache})
@@ -560,7 +561,9 @@ def test_arguments_may_be_given_by_place(architecture: str, name: str, backend: 
     """The base model's signature is stock's."""
     base = shared(architecture, name, backend).base_model
     ids, mask = left_padded([9, LENGTH])
-    places = {"gpt2": (ids, None, mask), "llama": (ids, mask), "bert": (ids, mask)}[architecture]
+    given = {"input_ids": ids, "attention_mask": mask}
+    names = list(inspect.signature(type(base).forward).parameters)[1:]
+    places = [given.get(name) for name in names[: names.index("attention_mask") + 1]]
     with torch.no_grad():
         named, placed = base(input_ids=ids, attention_mask=mask), base(*places)
     assert torch.equal(named.last_hidden_state, placed.last_hidden_state)

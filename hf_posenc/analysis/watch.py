@@ -133,7 +133,10 @@ def attention_as(now: InForce, implementation: str) -> Iterator[None]:
 
 def _watched(now: InForce, inputs: dict[str, Any]) -> tuple[list[Layer], Any]:
     modules = list(_modules_at(now.base, now.architecture.attention))
-    layers = [Layer(i, float(module.scaling), now.shape.head_dim) for i, module in enumerate(modules)]  # type: ignore[arg-type]
+    width = now.shape.head_dim
+    # GPT-2 has no such attribute in early transformers 5.
+    scales = [float(getattr(module, "scaling", width**-0.5)) for module in modules]  # type: ignore[arg-type]
+    layers = [Layer(i, scale, width) for i, scale in enumerate(scales)]
     eyes = _Eyes()
     handles: list[Any] = []
     try:
