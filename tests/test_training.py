@@ -288,11 +288,11 @@ def _moved(one: nn.Module, other: nn.Module) -> float:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("patched", [None, "alibi", "t5"])
 def test_accumulated_batches_equal_one_batch(tmp_path: Path, name: str, patched: str | None) -> None:
-    """Micro-batches with 3, 9, 1, 7 targets: dividing each by its own count would be another gradient."""
+    """Micro-batches with 1 to 9 targets: dividing each by its own count would be another gradient."""
     results = []
-    for per_device, accumulation in ((4, 1), (1, 4), (2, 2)):
+    for per_device, accumulation in ((8, 1), (1, 8), (2, 4)):
         model = tiny(name, patched)
-        samples = _samples([3, 9, 1, 7])
+        samples = _samples([3, 9, 1, 7, 2, 8, 5, 4])
         trainer = _trainer(
             model, tmp_path, samples, max_steps=1, per_device_train_batch_size=per_device,
             gradient_accumulation_steps=accumulation, train_sampling_strategy="sequential", logging_steps=1,
