@@ -390,6 +390,7 @@ EVALUATION = [
         show_default=True,
         help="A start token.",
     ),
+    click.option("--cost", is_flag=True, help="Also time one pass at each length."),
     click.option(
         "--passkey-trials",
         type=click.IntRange(min=0),

@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--bos", choices=["auto", "always", "never"], default="auto", help="a start token in each window"
     )
+    parser.add_argument("--cost", action="store_true", help="also time one pass at each length")
     parser.add_argument("--passkey-trials", "--passkey_trials", type=int, default=0, help="passkeys a length and depth")
     parser.add_argument("--passkey-lengths", "--passkey_lengths", type=_lengths, help="where (default: --lengths)")
     parser.add_argument("--seed", type=int, default=0, help="of the passkeys")
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
             stride=given.stride,
             bos={"auto": None, "always": True, "never": False}[given.bos],
             batch_size=given.batch_size,
+            cost=given.cost,
             passkey_trials=given.passkey_trials,
             passkey_lengths=given.passkey_lengths,
             seed=given.seed,

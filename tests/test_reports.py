@@ -466,3 +466,20 @@ def test_labels_leave_long_lists_out_and_stay_apart() -> None:
     first, second = (LongRoPE(factor=2.0, short_factor=[1.0] * 32, long_factor=[x] * 32) for x in (1.5, 2.0))
     labels = {_label(encoding, encoding) for encoding in (first, second)}
     assert len(labels) == 2 and all(len(label) < 100 and "32 numbers" in label for label in labels)
+
+
+def test_cost_is_measured_where_it_is_asked_for(folder: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    encodings, lengths = ["native", "linear:factor=2"], [256, 512]
+    assert evaluate(folder, encodings, text, lengths, out, progress=False)["encodings"][0]["cost"] is None
+    assert not (out / "cost.png").exists()
+    results = evaluate(folder, encodings, text, lengths, out, progress=False, cost=True)
+    for entry in results["encodings"]:
+        assert [row["length"] for row in entry["cost"]] == lengths
+        assert all(row["seconds"] > 0 for row in entry["cost"])
+    assert (out / "cost.png").is_file() and (out / "cost.svg").is_file()
+    assert "Cost of one pass" in (out / "report.md").read_text(encoding="utf-8")
+    again = evaluate(folder, encodings, text, lengths, out, progress=False, cost=True)
+    assert [entry["cost"] for entry in again["encodings"]] == [entry["cost"] for entry in results["encodings"]]
+    with pytest.raises(ValueError, match="cost"):
+        evaluate(folder, encodings, text, lengths, definition="pseudo", cost=True)

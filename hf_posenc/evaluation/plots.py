@@ -182,6 +182,36 @@ def title_of(figure: Figure) -> str:
     return figure.axes[0].get_title(loc="left").replace("\n", " ")
 
 
+def cost_curve(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str = "Cost against context length",
+    unit: str = "seconds a pass",
+) -> Figure:
+    """Cost against context length on logarithmic scales, one line each.
+
+    Args:
+        curves: {label: [(tokens of a pass, cost in `unit`)]}.
+    """
+    figure, axes = _figure()
+    ends = []
+    for index, (label, points) in enumerate(curves.items()):
+        if points:
+            xs, ys = zip(*sorted(points), strict=True)
+            axes.plot(xs, ys, **_style(index), label=label)
+            ends.append((xs[-1], ys[-1], label, _style(index)["color"]))
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(_one_two_five())
+    axes.yaxis.set_major_formatter(_plain_number())
+    axes.minorticks_off()
+    _lengths_axis(axes, [x for points in curves.values() for x, _ in points])
+    axes.set_xlabel("tokens of a pass (log scale)")
+    axes.set_ylabel(f"{unit} (log scale)")
+    _title(axes, title)
+    _label_ends(figure, axes, ends)
+    return figure
+
+
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Write `stem`.png and `stem`.svg, each whole."""
     return [write_whole(stem.with_name(f"{stem.name}.{kind}"), render(figure, kind)) for kind in ("png", "svg")]

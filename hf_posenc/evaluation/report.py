@@ -86,6 +86,15 @@ def _pictures(results: dict[str, Any]) -> dict[str, tuple[Any, str]]:
             "Tokens in one full turn of each rotary pair. Pairs above the trained length never made one in training."
             + (f" {_named(dependent)}: in sequences of {longest:,} tokens." if dependent else ""),
         )
+    seconds = {
+        entry["label"]: [(r["length"], float(r["seconds"])) for r in entry.get("cost") or []] for entry in encodings
+    }
+    if any(seconds.values()):
+        found["cost"] = (
+            plots.cost_curve(seconds, title=f"Cost against context length: {', '.join(models)}"),
+            f"Seconds of one scored pass on {results['device']}. Four times as long for twice the length: attention"
+            " alone; twice as long: everything else.",
+        )
     for number, entry in enumerate(encodings):
         probed = entry["passkey"]["accuracy"] if entry.get("passkey") else {}
         table = {int(n): {float(d): float(v) for d, v in row.items()} for n, row in probed.items()}
@@ -158,6 +167,17 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
             note += " -: the table of positions has no room for the reply."
         head = ["encoding", *(f"{int(size):,}" for size in sizes), "seconds"]
         tables.append(("Passkeys found", note, head, rows))
+    priced = [entry for entry in encodings if entry.get("cost")]
+    if priced:
+        heavy = any(row["peak_bytes"] is not None for entry in priced for row in entry["cost"])
+        tables.append(
+            (
+                "Cost of one pass",
+                "Seconds" + (" and GiB beyond the weights." if heavy else "."),
+                ["encoding", *(f"{row['length']:,}" for row in priced[0]["cost"])],
+                [[entry["label"], *map(_cost, entry["cost"])] for entry in priced],
+            )
+        )
     tables.append(
         (
             "The runs",
@@ -179,6 +199,11 @@ def _tables(results: dict[str, Any]) -> list[tuple[str, str, list[str], list[lis
         )
     )
     return tables
+
+
+def _cost(row: dict[str, Any]) -> str:
+    seconds = f"{float(row['seconds']):.3g} s"
+    return seconds if row["peak_bytes"] is None else f"{seconds}, {row['peak_bytes'] / 2**30:.2f} GiB"
 
 
 def _notes(results: dict[str, Any]) -> list[str]:

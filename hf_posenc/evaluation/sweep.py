@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation import limits
+from hf_posenc.evaluation.cost import measure_cost
 from hf_posenc.evaluation.files import output_folder, plain, refuse_others_report, write_json
 from hf_posenc.evaluation.likelihood import PerplexityResult, perplexity
 from hf_posenc.evaluation.processes import Processes
@@ -64,6 +65,7 @@ def evaluate(
     stride: int | None = None,
     bos: bool | None = None,
     batch_size: int | None = None,
+    cost: bool = False,
     passkey_trials: int = 0,
     passkey_lengths: Sequence[int] | None = None,
     passkey_depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -106,6 +108,7 @@ def evaluate(
             one pass for all lengths).
         bos: put the tokenizer's BOS before each window (default: where the tokenizer itself puts one before a text).
         batch_size: windows run together (default: what the device runs fastest).
+        cost: also time one pass at each of `lengths`, over the beginning of the longest document.
         passkey_trials: passkeys to hide for each length and depth (default: none).
         passkey_lengths, passkey_depths: where (default: `lengths`).
         seed: of the passkeys.
@@ -133,10 +136,10 @@ def evaluate(
         check_int("lengths", length, low=4, why="a context length in tokens")
     if definition not in (*DEFINITIONS, PSEUDO):
         raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join((*DEFINITIONS, PSEUDO))}.")
-    if definition == PSEUDO and (stride is not None or passkey_trials):
+    if definition == PSEUDO and (stride is not None or passkey_trials or cost):
         raise ValueError(
-            'definition="pseudo" is for encoders, which have no sliding windows and write no answers; leave stride and'
-            " passkey_trials out."
+            'definition="pseudo" is for encoders, which have no sliding windows and write no answers; leave stride,'
+            " cost and passkey_trials out."
         )
     if definition == "disjoint" and stride is not None:
         raise ValueError(f'stride={stride} is not allowed with definition="disjoint", whose windows do not overlap.')
@@ -184,6 +187,7 @@ def evaluate(
     task |= {name: common[name] for name in ("version", "model", "dtype")}
     task |= {"tokenizer": _hash_tokenizer(source.tokenizer), "made_for": max(lengths)}
     parts: dict[Any, dict[str, Any]] = {}
+    costs: dict[Any, dict[str, Any]] = {}
     retrieval: dict[Any, dict[int, dict[str, Any]]] = {}
     for item in todo:
         upto = [length for length in reported if trained and length <= trained] if item is _SHORT_NATIVE else reported
@@ -200,6 +204,15 @@ def evaluate(
                     options = {"definition": definition, "batch_size": batch_size, "progress": progress}
                     part |= _measure(live, text, upto, max(lengths), stride, separate, **options)
         parts[item] = part
+        if cost and item is not _SHORT_NATIVE:
+            key = common | {"task": "cost", "encoding": _key(item), "lengths": lengths, "made_for": max(lengths)}
+            with _part(folder, key, fresh, processes) as part:
+                if not part:
+                    began = time.time()
+                    longest = max(text.documents, key=len)
+                    part |= {"rows": measure_cost(source.patched(item, max(lengths)), longest, lengths)}
+                    part |= {"seconds": time.time() - began, "device": source.device_name, "versions": _versions()}
+            costs[item] = part
         for size in passkey_lengths if item is not _SHORT_NATIVE else []:
             with _part(folder, task | {"encoding": _key(item), "length": size}, fresh, processes) as part:
                 if not part:
@@ -218,6 +231,7 @@ def evaluate(
         entry["is_native"] = item == SAVED and native is not None and entry["encoding"] == native["encoding"]
         twin = None if entry["is_native"] else native
         entry["rows"] = [against(row, twin) for row in entry["rows"]]
+        entry["cost"] = costs[item]["rows"] if item in costs else None
         if item in retrieval:
             found = retrieval[item]
             entry["passkey"] = {
@@ -231,7 +245,7 @@ def evaluate(
         if isinstance(item, str):
             entry["label"] = item if item == NATIVE else f"{item} ({entry['label']})"
         rows.append(entry)
-    measured = [part for item in todo for part in (parts[item], *retrieval.get(item, {}).values())]
+    measured = [part for item in todo for part in (parts[item], *retrieval.get(item, {}).values())] + [*costs.values()]
     results = plain(
         {
             "title": title or f"{source.name} by context length",
