@@ -18,9 +18,9 @@ EVERY = 20
 RUNS = {
     "learned (control)": [],
     "alibi, at once": ["--encoding", "alibi"],
-    "alibi, fading": ["--encoding", "alibi", "--native_weight_schedule", "linear:80"],
+    "alibi, fading": ["--encoding", "alibi", "--native_weight_schedule", "linear:{half}"],
     "rope, at once": ["--encoding", "rope"],
-    "rope, fading": ["--encoding", "rope", "--native_weight_schedule", "linear:80"],
+    "rope, fading": ["--encoding", "rope", "--native_weight_schedule", "linear:{half}"],
 }
 
 
@@ -67,7 +67,9 @@ def adapt(trained: Path, output: Path, given: list[str], steps: str) -> list[tup
             "report_to": "none",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        if finetune(parse_arguments([*words, *given])).stopped:  # by SIGTERM, with a checkpoint saved
+        if finetune(
+            parse_arguments([*words, *(word.format(half=int(steps) // 2) for word in given)])
+        ).stopped:  # by SIGTERM, with a checkpoint saved
             raise SystemExit(143)
     state = json.loads((output / f"checkpoint-{steps}" / "trainer_state.json").read_text(encoding="utf-8"))
     return [(row["step"], row["eval_loss"]) for row in state["log_history"] if "eval_loss" in row]
