@@ -67,9 +67,8 @@ def adapt(trained: Path, output: Path, given: list[str], steps: str) -> list[tup
             "report_to": "none",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        if finetune(
-            parse_arguments([*words, *(word.format(half=int(steps) // 2) for word in given)])
-        ).stopped:  # by SIGTERM, with a checkpoint saved
+        words += [word.format(half=int(steps) // 2) for word in given]
+        if finetune(parse_arguments(words)).stopped:  # by SIGTERM, with a checkpoint saved
             raise SystemExit(143)
     state = json.loads((output / f"checkpoint-{steps}" / "trainer_state.json").read_text(encoding="utf-8"))
     return [(row["step"], row["eval_loss"]) for row in state["log_history"] if "eval_loss" in row]
