@@ -18,7 +18,7 @@ from encodings_under_test import (
     logits,
     shared,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hf_posenc
@@ -42,6 +42,14 @@ def in_dtype(architecture: str, name: str, backend: str, dtype: torch.dtype) -> 
     return copy.deepcopy(shared(architecture, name, backend)).to(dtype)
 
 
+def takes(architecture: str, name: str, backend: str, length: int) -> bool:
+    """False for GPT-2's own eager attention in early transformers 5, which has a mask no longer than the table."""
+    if architecture != "gpt2" or backend != "eager" or EVERY[name].site == "score":
+        return True
+    mask = getattr(shared(architecture, name, backend).transformer.h[0].attn, "bias", None)
+    return mask is None or length <= mask.shape[-1]
+
+
 @check
 @given(
     architectures,
@@ -57,6 +65,7 @@ def test_relative_encodings_are_shift_invariant(
     architecture: str, name: str, backend: str, length: int, batch: int, shift: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Also FIRE, as long as queries stand before its threshold."""
+    assume(takes(architecture, name, backend, length))
     ids, positions = tokens(length, batch=batch, seed=seed), torch.arange(length)[None]
     model = in_dtype(architecture, name, backend, dtype)
     plain, shifted = (logits(model, ids, position_ids=p) for p in (positions, positions + shift))
@@ -115,6 +124,7 @@ def test_order_matters_everywhere_else(architecture: str, name: str, backend: st
 def test_causal_models_never_see_the_future(
     architecture: str, name: str, backend: str, length: int, data: st.DataObject, dtype: torch.dtype, seed: int
 ) -> None:
+    assume(takes(architecture, name, backend, length))
     at = data.draw(st.integers(1, length - 1))
     pads = data.draw(st.integers(0, at))
     ids, other = tokens(length, batch=2, seed=seed), tokens(length, batch=2, seed=seed + 1)
@@ -151,6 +161,7 @@ def test_pieces_of_any_size_equal_one_pass(
     architecture: str, name: str, backend: str, sizes: list[int], pads: int, seed: int
 ) -> None:
     length = sum(sizes)
+    assume(takes(architecture, name, backend, length))
     pads = min(pads, length - 1)
     ids, mask = tokens(length, batch=2, seed=seed), torch.ones(2, length, dtype=torch.long)
     mask[0, :pads] = 0
@@ -165,6 +176,7 @@ def test_pieces_of_any_size_equal_one_pass(
 def test_documents_of_any_length_are_packed(
     architecture: str, name: str, backend: str, lengths: list[int], seed: int
 ) -> None:
+    assume(takes(architecture, name, backend, sum(lengths)))
     ids = tokens(sum(lengths), seed=seed)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     model = shared(architecture, name, backend)
