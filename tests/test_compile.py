@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -76,7 +77,12 @@ def test_a_static_cache_decodes_in_one_graph(architecture: str, name: str, backe
     first = logits(model, ids[:, :8], use_cache=True, **{CACHE: cache})
     counting = Counting()
     compiled = torch.compile(model, backend=counting, fullgraph=True)
-    steps = [logits(compiled, ids[:, at : at + 1], use_cache=True, **{CACHE: cache}) for at in range(8, 16)]
+    steps = []
+    for at in range(8, 16):
+        # Early transformers 5 has `generate` tell the model where it is; left to find out, GPT-2 cannot be compiled.
+        told = "cache_position" in inspect.signature(type(model).forward).parameters
+        place = {"cache_position": torch.tensor([at])} if told else {}
+        steps.append(logits(compiled, ids[:, at : at + 1], use_cache=True, **{CACHE: cache}, **place))
     assert_equal(torch.cat([first, *steps], dim=1), expected)
     assert 1 <= counting.graphs <= 2
 

@@ -298,6 +298,8 @@ def _apply_file(parser: HfArgumentParser, name: str) -> None:
     defaults = {}
     for key, value in values.items():
         option = key.replace("-", "_")
+        if option not in options and option.startswith("activation_"):  # its name before transformers 5.2x
+            option = option.replace("activation_", "gradient_", 1)
         if option not in options:
             raise ValueError(f"{name}: unknown option {key!r}.{_nearest(option, list(options))}")
         defaults[option] = _value(value, option, options[option], name)
