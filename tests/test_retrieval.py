@@ -16,11 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+import hf_posenc
 from hf_posenc.evaluation import needle, passkey, planted_sentence, ruler, score_answer
 from hf_posenc.evaluation.answers import answer_span
 from hf_posenc.evaluation.embedding_retrieval import (
     FACTS,
     PASS_KEYS,
+    ROLES,
     TIE,
     RankedQuery,
     _compare,
@@ -291,7 +293,7 @@ def whole_words(special: bool = False) -> PreTrainedTokenizerFast:
     """A token for each word; `special`: between [CLS] and [SEP], as BERT's."""
     inner = Tokenizer(models.WordLevel({"<u>": 0}, unk_token="<u>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    text = " ".join([FILLER, *itertools.chain(*FACTS, *PASS_KEYS)])
+    text = " ".join([FILLER, *itertools.chain(*FACTS, *PASS_KEYS, *ROLES)])
     trainer = trainers.WordLevelTrainer(special_tokens=["<u>", "[CLS]", "[SEP]"], show_progress=False)
     inner.train_from_iterator([text], trainer)
     if special:
@@ -331,6 +333,18 @@ def test_documents_that_all_look_alike_are_found_by_chance() -> None:
     assert blind.accuracy == {64: pytest.approx(0.1)}
     assert blind.ranks[64] == pytest.approx(sum(1 / rank for rank in range(1, 11)) / 10)
     assert [(query.above, query.level) for query in blind.queries] == [(0, 9)] * 10
+
+
+def test_roles_cannot_be_told_apart_by_their_words() -> None:
+    """A bag of words finds one of two, exactly; so does an encoder without positions."""
+    tokenizer = whole_words(special=True)
+    result = planted_sentence(Bag(), tokenizer, [64], documents=20, trials=1, facts=ROLES)
+    assert result.accuracy == {64: 0.5} and result.ranks == {64: 0.75}
+    model = hf_posenc.patch(tiny_bert(vocab_size=600, max_position_embeddings=64).bert.eval(), "nope")
+    blind = planted_sentence(model, tokenizer, [64], documents=20, trials=1, facts=ROLES)
+    assert all(query.level >= 1 for query in blind.queries)
+    hf_posenc.unpatch(model)
+    assert any(query.level == 0 for query in planted_sentence(model, tokenizer, [64], 20, 1, facts=ROLES).queries)
 
 
 def test_a_query_is_ranked_among_the_documents() -> None:
@@ -440,11 +454,14 @@ def test_the_mean_of_a_long_text_keeps_its_digits() -> None:
 
 
 def test_accuracy_is_drawn() -> None:
-    results = {"bag": planted_sentence(Bag(), whole_words(), [64, 128], 4, 1, facts=PASS_KEYS)}
-    figure = accuracy_curve(results, trained_length=64)
-    (axes,) = figure.axes
-    assert "first" in axes.get_ylabel() and "tokens" in axes.get_xlabel()
-    assert list(axes.lines[0].get_ydata()) == [1.0, 1.0]
+    result = planted_sentence(Bag(), whole_words(), [64, 128], 4, 1, facts=PASS_KEYS)
+    figure = accuracy_curve({name: result for name in "abcdef"}, baselines=1, trained_length=64)
+    first, second = figure.axes
+    assert "first" in first.get_ylabel() and "tokens" in first.get_xlabel()
+    names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (first, second)]
+    assert names == [["a", "b", "c", "d", "e", "guessing"], ["a", "f", "guessing"]]
+    assert list(first.lines[0].get_ydata()) == [1.0, 1.0]
+    assert len(accuracy_curve({"a": result}, baselines=1).axes) == 1
 
 
 def test_example_compares_encodings_of_an_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ As the needle and passkey tests of LongEmbed (Zhu et al., 2024, arXiv 2404.12096
 in one planted sentence, and a query for each. A query counts as solved where its own document is the nearest one. The
 chance level is 1 / documents.
 
-What it does not show: the words of a sentence are enough to tell the documents apart, and a bag of words can solve it.
-It tells whether an encoder's vectors survive a length and a change of positions, not whether it uses positions well.
+What `FACTS` and `PASS_KEYS` do not show: their words are enough to tell the documents apart, and a bag of words can
+solve them. They tell whether an encoder's vectors survive a length, not whether it still knows the order of words. Put
+`ROLES` beside them, where a bag of words finds one in two.
 """
 
 from __future__ import annotations
@@ -71,6 +72,19 @@ PASS_KEYS = tuple(
     for number, name in enumerate(NAMES)
 )
 """Sentences that differ in a name and a number only. Far harder: a few tokens have to show in the mean of all."""
+
+ROLES = tuple(
+    (f"The {first} {did} the {second}.", f"It was the {first} who {did} the {second}.")
+    for one, did, other in (
+        ("doctor", "thanked", "pilot"), ("wolf", "chased", "fox"), ("teacher", "painted", "sailor"),
+        ("cook", "followed", "judge"), ("singer", "married", "baker"), ("thief", "betrayed", "guard"),
+        ("horse", "kicked", "donkey"), ("nurse", "hired", "gardener"), ("mayor", "sued", "banker"),
+        ("widow", "visited", "priest"),
+    )
+    for first, second in ((one, other), (other, one))
+)  # fmt: skip
+"""Pairs of sentences of the same words, of which only the order differs. A bag of words cannot tell a pair apart and
+finds half of the queries' documents. Plant all (documents=20), or pairs are torn apart."""
 
 TIE = 1e-6
 """Cosines that are nearer to each other than this are equal: float32 sums differ by less, whatever the batch."""
@@ -189,7 +203,7 @@ def planted_sentence(
         trials: sets of documents at each length. Their product with `documents` is the number of queries; about 100 are
             needed to tell accuracies apart that differ by 0.15.
         seed: of everything that is drawn.
-        facts: (sentence, query) pairs to draw from: `FACTS` (default), `PASS_KEYS`, or one's own.
+        facts: (sentence, query) pairs to draw from: `FACTS` (default), `PASS_KEYS`, `ROLES`, or one's own.
         haystack: text around the planted sentences, repeated where it is too short: real text, or (default) repeated
             filler.
         truncate: show the encoder only the first so many tokens of a document, special ones included. What is done with
@@ -243,40 +257,61 @@ def planted_sentence(
 def accuracy_curve(
     results: Mapping[str, EmbeddingRetrievalResult],
     *,
+    baselines: int = 0,
     trained_length: int | None = None,
-    title: str = "Planted sentences found, by length of the document",
+    title: str = "Sentences found in a document, by its length",
 ) -> Figure:
     """Accuracy against length, a line for each label, with 95 % intervals as thin bars and the chance level.
 
     Args:
-        results: {label: result}; a result may lack lengths.
+        results: {label: result}, of the same lengths. There is a panel for every four.
+        baselines: how many of them, the first ones, are drawn in each panel instead (fewer than eight).
         trained_length: marked where given, in tokens.
         title: what and on which text.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from hf_posenc.evaluation.plots import _style
+
+    labels = list(results)
+    others = labels[baselines:]
+    panels = [labels[:baselines] + others[i : i + 4] for i in range(0, max(1, len(others)), 4)]
+    styles = {label: _style(index) for index, label in enumerate(labels[:baselines])}
+    # The baselines' styles are not used again: there are eight.
+    styles |= {label: _style(baselines + index % (8 - baselines)) for index, label in enumerate(others)}
+    figure = Figure(figsize=(1 + 4.4 * len(panels), 5.2), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)  # no display, no global state of pyplot
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        _draw(axes, {label: results[label] for label in panel}, styles, trained_length)
+        axes.set_ylabel("" if panel is not panels[0] else "queries whose document came first (fraction)")
+    return figure
+
+
+def _draw(
+    axes: Any,
+    results: Mapping[str, EmbeddingRetrievalResult],
+    styles: Mapping[str, dict[str, Any]],
+    trained_length: int | None,
+) -> None:
     from hf_posenc.evaluation import plots
 
-    figure, axes = plots._figure(height=5.2)
-    ends = []
     for index, (label, result) in enumerate(results.items()):
-        style = plots._style(index)
-        lengths = sorted(result.accuracy)
         # A little apart, so that bars at one length do not hide each other.
-        places = [length * 2 ** (0.022 * (index - (len(results) - 1) / 2)) for length in lengths]
-        axes.plot(places, [result.accuracy[length] for length in lengths], **style, label=label, zorder=3)
-        for place_, length in zip(places, lengths, strict=True):
-            axes.plot([place_] * 2, result.intervals[length], color=style["color"], linewidth=0.8, alpha=0.6, zorder=2)
-        ends.append((places[-1], result.accuracy[lengths[-1]], label, style["color"]))
+        aside = 2 ** (0.03 * (index - (len(results) - 1) / 2))
+        xs = [length * aside for length in result.accuracy]
+        axes.plot(xs, list(result.accuracy.values()), **styles[label], label=label, zorder=3)
+        for x, interval in zip(xs, result.intervals.values(), strict=True):
+            axes.plot([x, x], interval, color=styles[label]["color"], linewidth=0.8, alpha=0.6, zorder=2)
+    axes.axhline(next(iter(results.values())).chance, color="#555555", linewidth=0.8, zorder=1, label="guessing")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#DDDDDD", linewidth=0.6)
+    axes.set_ylim(-0.02, 1.02)
     plots._lengths_axis(axes, [length for result in results.values() for length in result.accuracy])
     axes.set_xlabel("length of the document (tokens, log scale)")
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel("queries whose document came first (fraction)")
-    axes.axhline(max(result.chance for result in results.values()), color="#555555", linewidth=1, zorder=1)
-    axes.annotate("chance", (0, max(r.chance for r in results.values())), xycoords=("axes fraction", "data"),
-                  xytext=(2, 2), textcoords="offset points", fontsize=8, color="#444444")  # fmt: skip
-    axes.set_title(title, loc="left", fontsize=11)
     plots._mark_length(axes, trained_length)
-    plots._label_ends(figure, axes, ends)
-    return figure
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8, frameon=False, handlelength=3.2)
 
 
 # ---------------------------------------------------------------------- documents
