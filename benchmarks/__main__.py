@@ -38,6 +38,19 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; there are: {', '.join(ROWS)}")
     torch.set_num_threads(chosen.threads)
+    machine = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": platform.processor() or platform.machine(),
+        "threads": chosen.threads,
+        "rounds": TINY.rounds if chosen.tiny else chosen.rounds,
+        "clock": TINY.clock if chosen.tiny else chosen.clock,
+    }
+    before: list[Row] = []
+    if chosen.rows and (chosen.output / "results.json").is_file():
+        where, before = report.read(chosen.output / "results.json")
+        if where != machine:
+            parser.error(f"{chosen.output} holds rows measured otherwise ({where}). Name another --output.")
     settings = TINY if chosen.tiny else Settings(rounds=chosen.rounds, clock=chosen.clock)
     print(report.head(), flush=True)
     done: list[Row] = []
@@ -45,17 +58,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         for row in ROWS[name](settings):
             done.append(row)
             print(report.line(row), flush=True)
-    machine = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "threads": chosen.threads,
-        "rounds": settings.rounds,
-        "clock": settings.clock,
-    }
+    # Rows measured again replace their predecessors.
+    again = {row.name for row in done}
+    done = sorted(done + [row for row in before if row.name not in again], key=lambda row: list(ROWS).index(row.name))
     chosen.output.mkdir(parents=True, exist_ok=True)
-    if chosen.rows:
-        done = report.merged(done, chosen.output / "results.json", machine, list(ROWS))
     text = json.dumps({"machine": machine, "rows": [{**asdict(row), "met": row.met} for row in done]}, indent=1)
     report.write(chosen.output / "results.json", text)
     report.write(chosen.output / "table.md", report.table(done))

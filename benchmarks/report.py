@@ -74,16 +74,6 @@ def read(path: Path) -> tuple[dict[str, object], list[Row]]:
     return kept["machine"], [Row(**{key: value for key, value in row.items() if key != "met"}) for row in kept["rows"]]
 
 
-def merged(done: list[Row], path: Path, machine: dict[str, object], order: list[str]) -> list[Row]:
-    """Rows measured now, and those that `path` holds of others measured in the same way before."""
-    if not path.is_file():
-        return done
-    where, before = read(path)
-    again = {row.name for row in done}
-    kept = [row for row in before if row.name not in again] if where == machine else []
-    return sorted(kept + done, key=lambda row: order.index(row.name))
-
-
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
     temporary = path.with_name(path.name + ".part")

@@ -56,6 +56,44 @@ def test_the_command_writes_its_table_its_figures_and_a_picture(
     assert not list((tmp_path / "out").glob("*.part"))
 
 
+def test_rows_measured_again_replace_their_predecessors_alone(
+    tmp_path: Path, in_this_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    tiny = ["--tiny", "--threads", "1", "--output", str(out)]
+    main(["patching", *tiny])
+    main(["alibi_error", *tiny])
+    main(["patching", *tiny])
+    _, found = report.read(out / "results.json")
+    assert [row.name for row in found] == ["alibi_error", "patching", "patching", "patching"]
+    before = (out / "results.json").read_bytes()
+    with pytest.raises(SystemExit):
+        main(["alibi_error", "--tiny", "--threads", "2", "--output", str(out)])
+    assert "Name another --output" in capsys.readouterr().err
+    assert (out / "results.json").read_bytes() == before
+
+
+def test_results_are_published_with_what_was_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ESSENCE", {"walking": "walking, in short"})
+    missed = Row(
+        "a", "walking far", "s", 2.0, None, (("the bus", 1.5),), 1.0, 0.75, "the bus / ours", ("at least", 1.25)
+    )
+    met = Row("b", "walking home", "s", 1.0, limit=1.0, ratio=1.0, against="limit", target=("at most", 1.1))
+    machine = {"threads": 2, "processor": "p", "torch": "t", "transformers": "v", "rounds": 5}
+    rows = [{**vars(row), "met": row.met} for row in (missed, met)]
+    (tmp_path / "results.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n")
+    report.publish(tmp_path, tmp_path)
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "1 targets are met, 1 missed" in page and "- missed: walking far" in page
+    assert "1.5 if the part that can be saved cost nothing" in page
+    assert "- walking far: 1.5 s (the bus), ours 2 s" in page
+    readme = (tmp_path / "README.md").read_text()
+    assert "walking, in short | 2 s | 1 s | 1.5 s (the bus)" in readme and "old" not in readme
+    assert readme.startswith("before") and readme.endswith("after\n")
+
+
 def test_an_unknown_row_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["alibi_backwards"])

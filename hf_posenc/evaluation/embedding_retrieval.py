@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation import limits
-from hf_posenc.evaluation.probes import FILLER, place, words_of
+from hf_posenc.evaluation.probes import FILLER, fill, place
 from hf_posenc.evaluation.retrieval import _check
 from hf_posenc.evaluation.scoring import device_of, evaluating, unwrap
 from hf_posenc.evaluation.windows import check_int
@@ -335,22 +335,7 @@ def _document(tokenizer: Any, length: int, haystack: str, depth: float, fact: st
         raise ValueError(
             f"lengths: {length} is not allowed; the planted sentence alone takes {len(encode([]))} tokens."
         )
-    stream = words_of(haystack)
-    words: list[str] = []
-    while len(encode(words)) <= length:
-        words += [next(stream) for _ in range(max(16, len(words)))]
-    low, high = 0, len(words)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if len(encode(words[:middle])) <= length else (low, middle)
-    ids = encode(words[:low])
-    for cut in range(1, len(words[low])):  # a word is several tokens: fill up with a part of one
-        if len(ids) == length:
-            break
-        longer = encode([*words[:low], words[low][:cut]])
-        if len(ids) < len(longer) <= length:
-            ids = longer
-    return ids
+    return fill(encode, haystack, length)
 
 
 def _edges(tokenizer: Any) -> tuple[int, int]:

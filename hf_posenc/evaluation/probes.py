@@ -123,11 +123,19 @@ def fit(tokenizer: Any, length: int, haystack: str, write: Callable[[list[str]],
     def encode(words: list[str]) -> list[int]:
         return prefix + list(tokenizer(write(words), add_special_tokens=False, verbose=False)["input_ids"])
 
-    stream = words_of(haystack)
-    words: list[str] = []
     shortest = len(encode([]))
     if shortest > length:
         raise ValueError(f"lengths: {length} is not allowed; the question alone takes {shortest} tokens.")
+    best = fill(encode, haystack, length)
+    if length - len(best) > max(1, length // 100):
+        raise ValueError(f"lengths: no prompt of {length} tokens can be made of this text (nearest: {len(best)}).")
+    return torch.tensor(best, dtype=torch.int64)
+
+
+def fill(encode: Callable[[list[str]], list[int]], haystack: str, length: int) -> list[int]:
+    """`encode(filler words)` with as much filler as makes it at most `length` tokens long. Without any it must fit."""
+    stream = words_of(haystack)
+    words: list[str] = []
     while len(encode(words)) <= length:
         words += [next(stream) for _ in range(max(16, len(words)))]
     low, high = 0, len(words)  # the most words that still fit lie in low .. high - 1
@@ -141,9 +149,7 @@ def fit(tokenizer: Any, length: int, haystack: str, write: Callable[[list[str]],
         longer = encode([*words[:low], words[low][:cut]])
         if len(best) < len(longer) <= length:
             best = longer
-    if length - len(best) > max(1, length // 100):
-        raise ValueError(f"lengths: no prompt of {length} tokens can be made of this text (nearest: {len(best)}).")
-    return torch.tensor(best, dtype=torch.int64)
+    return best
 
 
 def ask(
