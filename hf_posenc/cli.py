@@ -37,7 +37,14 @@ def _version() -> str:
 
 
 class Command(click.Command):
-    """A command that tells errors in a line: a bad argument exits with 2, anything else that went wrong with 1."""
+    """A command that tells errors in a line: a bad argument exits with 2, anything else that went wrong with 1.
+
+    Options may be written with underscores, as `finetune` and the launchers write theirs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context_settings.setdefault("token_normalize_func", lambda token: token.replace("_", "-"))
 
     def invoke(self, ctx: click.Context) -> Any:
         if ctx.find_root().params.get("traceback"):
@@ -428,11 +435,9 @@ def evaluate(
       hf-posenc evaluate tuned --encoding saved --text book.txt --lengths 16384 --passkey-trials 5 --output report-tuned
     """
     from hf_posenc.evaluation import evaluate as run
-    from hf_posenc.evaluation.report import summary
 
-    results = run(model, list(encodings) or [NATIVE], texts, lengths, output, **_evaluation(given))
-    click.echo(summary(results))
-    click.echo(f"\nPicture: {output / 'perplexity.png'}\nReport:  {output / 'report.html'}")
+    with _launched() as say:
+        say(run(model, list(encodings) or [NATIVE], texts, lengths, output, **_evaluation(given)), output)
 
 
 @main.command(short_help="Which encoding for a length?")
@@ -506,11 +511,9 @@ def compare(
       hf-posenc compare ./model ./tuned --encoding saved --text book.txt --lengths 2048,16384 --output comparison
     """
     from hf_posenc.comparison import compare as run
-    from hf_posenc.evaluation.report import summary
 
-    results = run(models, list(encodings) or [NATIVE], texts, lengths, output, **_evaluation(given))
-    click.echo(summary(results))
-    click.echo(f"\nPicture: {output / 'perplexity.png'}\nReport:  {output / 'report.html'}")
+    with _launched() as say:
+        say(run(models, list(encodings) or [NATIVE], texts, lengths, output, **_evaluation(given)), output)
 
 
 @main.command(
@@ -621,13 +624,31 @@ def _umask() -> int:
     return mask
 
 
+@contextlib.contextmanager
+def _launched() -> Iterator[Callable[[dict[str, Any], Path], None]]:
+    """Shares the work among the processes `accelerate launch` started. Gives what tells the results, once for all."""
+    from hf_posenc.evaluation.processes import launched
+    from hf_posenc.evaluation.report import summary
+
+    with launched() as processes:
+
+        def say(results: dict[str, Any], output: Path) -> None:
+            if processes.is_first:
+                click.echo(summary(results))
+                click.echo(f"\nPicture: {output / 'perplexity.png'}\nReport:  {output / 'report.html'}")
+
+        yield say
+
+
 def _evaluation(given: dict[str, Any]) -> dict[str, Any]:
     """Options of `evaluate` as the library takes them."""
+    context = click.get_current_context()
+    program = "hf-posenc" if context.parent else context.command_path
     given["bos"] = {"auto": None, "always": True, "never": False}[given["bos"]]
     given["device"] = _device(given["device"])
     if not sys.stderr.isatty():
         _no_loading_bars()
-    return given | {"progress": True if sys.stderr.isatty() else None, "command": ["hf-posenc", *sys.argv[1:]]}
+    return given | {"progress": True if sys.stderr.isatty() else None, "command": [*program.split(), *sys.argv[1:]]}
 
 
 def _no_loading_bars() -> None:

@@ -71,6 +71,7 @@ def compare(
     """
     from hf_posenc.evaluation import evaluate
     from hf_posenc.evaluation.files import output_folder, refuse_others_report
+    from hf_posenc.evaluation.processes import Processes
     from hf_posenc.evaluation.report import write_report
     from hf_posenc.evaluation.text import read_text
     from hf_posenc.models import fingerprint, load_tokenizer
@@ -89,7 +90,8 @@ def compare(
         for model, name in zip(models, names, strict=True)
     ]
     results = combined(evaluations, "Comparison by context length")
-    write_report(results, output)
+    if Processes.find().is_first:
+        write_report(results, output)
     return results
 
 

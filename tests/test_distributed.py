@@ -19,8 +19,20 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 EXPERIMENTS = sorted((ROOT / "examples").glob("*.yaml"))
 
+DDP_THAT_ENDS = """
+# Under DDP no thread of gloo's outlives main(): one could abort the interpreter as it goes down.
+import sys
+from hf_posenc.training import main
+from models import threads
+
+status = main()
+assert not any("gloo" in name for name in threads()), threads()
+sys.exit(status)
+"""
+
 FSDP_ON_CPU = """
 # accelerate shards over GPUs only. Told that these processes have one each, it does the same on the CPU.
+import os
 import sys
 import accelerate.state
 import torch
@@ -33,7 +45,10 @@ state._prepare_backend = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], D
 state.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 from hf_posenc.training import main
 
-sys.exit(main())
+status = main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)  # torch's FSDP2 keeps the group, and so gloo's threads, one of which aborts the process now and then
 """
 
 SHARDED_BY_TRANSFORMERS = """
@@ -66,6 +81,9 @@ trainer.save_model(output)
 if training.process_index == 0:
     import json, pathlib
     pathlib.Path(output, "loss.json").write_text(json.dumps(result.training_loss))
+import os
+sys.stderr.flush()
+os._exit(0)  # as in FSDP_ON_CPU
 """
 
 
@@ -87,7 +105,7 @@ def models(tmp_path: Path) -> dict[str, str]:
 
 
 def _run(command: list[str], cache: Path, **environment: str) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     fixed = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(cache)}
     done = subprocess.run(
         command, env={**os.environ, **fixed, **environment}, capture_output=True, text=True, timeout=300
@@ -144,25 +162,44 @@ def test_two_processes_equal_one(
     one = _finetune(tmp_path / "one", models, name, *options, "--per_device_train_batch_size", "2")
     _run([sys.executable, script, *one], tmp_path / "cache")
     two = _finetune(tmp_path / "two", models, name, *options, "--per_device_train_batch_size", "1")
+    worker = tmp_path / "worker.py"
     if how == "ddp":
-        config = str(ROOT / "examples" / "accelerate" / "cpu_2.yaml")
-        port = str(29500 + os.getpid() % 1000)
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            config,
-            "--main_process_port",
-            port,
-        ]
-        _run([*launch, script, *two], tmp_path / "cache")
+        worker.write_text(DDP_THAT_ENDS, encoding="utf-8")
+        _run([*_launch(), str(worker), *two], tmp_path / "cache")
     else:
-        worker = tmp_path / "worker.py"
         worker.write_text(FSDP_ON_CPU, encoding="utf-8")
         _run(_torchrun(worker, *two), tmp_path / "cache", **_fsdp_environment())
         assert (tmp_path / "two" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()  # it was sharded indeed
     _same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tmp_path: Path, models: dict[str, str]) -> None:
+    script = str(ROOT / "scripts" / "evaluate.py")
+    asked = [models["llama"], "--encoding", "yarn:factor=2", "--text", models["text"], "--lengths", "8,16,32"]
+    asked += ["--concatenate", "--passkey_trials", "0", "--stride", "8", "--device", "cpu"]
+    _run([sys.executable, script, *asked, "--output", str(tmp_path / "one")], tmp_path / "cache")
+    two = [*asked, "--output", str(tmp_path / "two")]
+    _run([*_launch(), script, *two], tmp_path / "cache")
+    alone, shared = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert (alone["processes"], shared["processes"]) == (1, 2)
+    assert shared["command"].startswith("accelerate launch scripts/evaluate.py ")
+    rows, others = (
+        [row for entry in (*results["encodings"], results["native"]) for row in entry["rows"]]
+        for results in (alone, shared)
+    )
+    assert len(rows) == len(others) >= 4
+    for row, other in zip(rows, others, strict=True):
+        assert other["tokens"] == row["tokens"]
+        assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-6)
+
+
+def _launch() -> list[str]:
+    """`accelerate launch` with two processes."""
+    config = str(ROOT / "examples" / "accelerate" / "cpu_2.yaml")
+    port = str(29500 + os.getpid() % 1000)
+    module = [sys.executable, "-m", "accelerate.commands.launch"]
+    return [*module, "--config_file", config, "--main_process_port", port]
 
 
 def _fsdp_environment() -> dict[str, str]:

@@ -538,16 +538,18 @@ def test_pseudo_perplexity_masks_each_token_once() -> None:
 
 WORKER = """
 import json, sys, torch
-from accelerate import PartialState
-from tests.test_perplexity import text, tiny
 from hf_posenc.evaluation import perplexity
-state = PartialState(cpu=True)
+from hf_posenc.evaluation.processes import launched
+from models import threads
+from test_perplexity import text, tiny
 documents = [text(20 + i, i) for i in range(9)]
-values = {d: perplexity(tiny("llama"), documents, 16, 4, definition=d, batch_size=2).token_nll.tolist()
-          for d in ("strided", "disjoint")}
-if state.is_main_process:
-    json.dump({"processes": state.num_processes, **values}, open(sys.argv[1], "w"))
-state.destroy_process_group()
+with launched() as processes:
+    values = {d: perplexity(tiny("llama"), documents, 16, 4, definition=d, batch_size=2).token_nll.tolist()
+              for d in ("strided", "disjoint")}
+    if processes.is_first:
+        json.dump({"processes": processes.count, **values}, open(sys.argv[1], "w"))
+    assert any("gloo" in name for name in threads())
+assert not any("gloo" in name for name in threads()), threads()  # one could abort the interpreter as it goes down
 """
 
 
@@ -566,7 +568,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     for rank in ("0", "1"):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
             "RANK": rank,

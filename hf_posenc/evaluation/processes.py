@@ -7,12 +7,19 @@ a sum over processes puts every number in its place exactly: no means of means, 
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+if torch.distributed.is_available():
+    # Before there is a process group: its functions keep the group of the moment they are imported as a default, and
+    # a group that is kept so cannot be closed by `leave`.
+    import torch.distributed.nn.functional
 
 
 @dataclass(frozen=True)
@@ -84,3 +91,23 @@ class Processes:
             total=total, desc=title, unit=unit, unit_scale=True, disable=disable, delay=delay, leave=False
         ) as bar:
             yield bar
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[Processes]:
+    """The processes `accelerate launch` started (this one alone where it did not), which it leaves afterwards."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from accelerate import PartialState
+
+        PartialState()
+    yield Processes.find()
+    leave()
+
+
+def leave() -> None:
+    """Close the process group, where there is one. Until then it has threads, and one that still lets go of a tensor
+    while the interpreter goes down aborts the process (exit status -6), after all is done and written.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        gc.collect()  # a Trainer and its DistributedDataParallel, which hold the group, are cycles

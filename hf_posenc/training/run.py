@@ -27,6 +27,7 @@ from hf_posenc.data import (
 )
 from hf_posenc.data.documents import load_documents
 from hf_posenc.evaluation.limits import hard_limit
+from hf_posenc.evaluation.processes import Processes, leave
 from hf_posenc.training import estimate
 from hf_posenc.training.arguments import (
     Arguments,
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.basicConfig(format="%(message)s", level=logging.WARNING)
             logging.getLogger("hf_posenc").setLevel(logging.INFO)
         result = finetune(arguments, command=command)
+        leave()
     except ValueError as error:
         print(f"finetune: error: {error}", file=sys.stderr)
         return 2
@@ -502,8 +504,6 @@ def _fill_in(samples: TrainingBlocks, collate: Collator, batch_size: int) -> Cal
     """A function that measures the mean loss over all masked words: the same however they are batched or shared out."""
 
     def measure(model: nn.Module, distributed: bool | None, longest: int | None) -> dict[str, float]:
-        from hf_posenc.evaluation.processes import Processes
-
         processes = Processes.find(distributed)
         device = next(model.parameters()).device
         sums = torch.zeros(2, dtype=torch.float64)
