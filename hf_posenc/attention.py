@@ -5,7 +5,8 @@ They are registered beside stock's under names of their own, so no other model n
 
 - on a CPU, a bias by distance alone is a view of one row of numbers for each head (`hf_posenc.blockwise`);
 - a bias that is an inner product (`Encoding.columns`) rides in the fused kernel as a few extra columns of q and k;
-- any other is made for one block of queries at a time;
+- any other is worked out inside flex attention on a GPU (`hf_posenc.flex`), unless it is being trained;
+- and else made for one block of queries at a time;
 - a few query tokens (decoding) get their few rows of bias, which is cheaper than widening the whole key cache.
 
 Shapes: query [batch, heads, queries, head_dim]; key, value [batch, key_heads, keys, head_dim].
@@ -23,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hf_posenc import blockwise
+from hf_posenc import blockwise, flex
+from hf_posenc.encoding import ScoreFunction
 from hf_posenc.positions import Call
 from hf_posenc.sites import HERE
 
@@ -82,7 +84,7 @@ def biased_sdpa(
         key, value = key[:, :, :queries], value[:, :, :queries]
         key_positions, hidden = key_positions[:, :queries], None if hidden is None else hidden[:, :queries]
     encoding, shape = call.plan.resolved, call.plan.shape
-    columns = None
+    columns = function = None
     many = queries > FEW_QUERIES
     # On the CPU, and not where tensors are only traced: there the blocks are written out.
     plain = many and attention_mask is None and dropout == 0.0 and key.shape[2] == queries
@@ -90,11 +92,15 @@ def biased_sdpa(
     diagonal = plain and _runs_along_diagonals(call, key_positions, hidden)
     if many and not diagonal and (decodes or encoding.columns_hold == "everywhere"):
         columns = encoding.columns(call.queries, key_positions, shape, query.dtype)
+    if queries > BLOCK and columns is None and attention_mask is None and dropout == 0.0:
+        function = flex.function_of(call, query)
     if columns is not None:
         query, key, value = _widened(query, key, value, columns, hidden, scaling)
         out = scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, dropout_p=dropout, is_causal=causal, scale=1.0
         )
+    elif function is not None:
+        out = _in_flex(call, function, key_positions, hidden, query, key, value, scaling, decodes)
     elif plain:
         bias, *learned = (
             _diagonals(call, query, decodes) if diagonal else _computed(call, key_positions, query, decodes)
@@ -185,6 +191,28 @@ def _mark(query: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def _repeated(x: Tensor, heads: int) -> Tensor:
     """Keys or values for every query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+# ---------------------------------------------------------------------- inside flex attention
+
+
+def _in_flex(
+    call: Call,
+    bias: ScoreFunction,
+    key_positions: Tensor,
+    hidden: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    causal: bool,
+) -> Tensor:
+    sizes = (query.shape[2], key.shape[2], causal)
+    seen = _shared(call, ("seen", *sizes, query.device), lambda: flex.seen(*sizes, hidden, query.device))
+    out = flex.attend(bias, query, key, value, call.queries, key_positions, seen, scaling)
+    if out is None:
+        return _in_blocks(call, key_positions, hidden, query, key, value, None, scaling, 0.0, causal)
+    return out
 
 
 # ---------------------------------------------------------------------- block by block on a CPU

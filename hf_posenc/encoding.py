@@ -17,6 +17,7 @@ import math
 import numbers
 import pkgutil
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -25,6 +26,8 @@ if typing.TYPE_CHECKING:
 
 Site = Literal["embedding", "rotary", "score", "none"]
 Weights = dict[str, "Tensor"]
+ScoreFunction = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""The bias at (query position, key position, head): what `Encoding.score_function` gives."""
 E = TypeVar("E", bound="Encoding")
 
 
@@ -247,6 +250,16 @@ class Encoding:
         Returns:
             ([batch, heads, queries, columns], [batch, 1, keys, columns]) in `dtype`, exact to the accuracy of a float32
             bias when accumulated in float32; None where the bias is not of that form.
+        """
+        return None
+
+    def score_function(self, weights: Weights, shape: ModelShape, device: torch.device) -> ScoreFunction | None:
+        """Score site: the bias of a single score, for kernels that work it out where the score is (flex attention).
+
+        Returns:
+            A function of (query position, key position, head), integers of shapes that broadcast, to float32. It may
+            look numbers up in tensors that were made before, on `device`, and use operations that go element by
+            element. None where the bias has no such form, or one that costs more than a tensor.
         """
         return None
 

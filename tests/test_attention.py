@@ -26,9 +26,9 @@ LENGTH = 150
 """More than two blocks of 64."""
 
 
-def owner_of(architecture: str, encoding: str) -> Any:
+def owner_of(architecture: str, encoding: str, **config: Any) -> Any:
     torch.manual_seed(0)
-    return hf_posenc.patch(ARCHITECTURES[architecture](), encoding).base_model.hf_posenc
+    return hf_posenc.patch(ARCHITECTURES[architecture](**config), encoding).base_model.hf_posenc
 
 
 def inputs(length: int, key_heads: int = HEADS, batch: int = 2, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -52,10 +52,11 @@ def expected(owner: Any, parts: list[Tensor], positions: Tensor, hidden: Tensor 
     query, key, value = (part.double().repeat_interleave(HEADS // part.shape[1], dim=1) for part in parts)
     shape = owner.plan.shape
     bias = owner.plan.resolved.bias(positions, positions, owner(positions), shape).double()
-    scores = query @ key.transpose(-1, -2) * WIDTH**-0.5 + bias
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
     length = scores.shape[-1]
     if shape.causal:
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -1e300)
+        future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -1e300)
     if hidden is not None:
         scores = scores.masked_fill(hidden[:, None, None, :], -1e300)
     return torch.softmax(scores, dim=-1) @ value

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from hf_posenc.encoding import EncodingError, ModelShape, Weights, check_factors
+from hf_posenc.encoding import EncodingError, ModelShape, ScoreFunction, Weights, check_factors
 from hf_posenc.encodings._score import ScoreBias, constants, distances, padded
 
 A = TypeVar("A", bound="ALiBi")
@@ -58,6 +58,15 @@ class ALiBi(ScoreBias):
             distance = distance.abs()
         slopes = constants(self.head_slopes(shape.heads), like=distance).reshape(-1, 1, 1)
         return distance.float() * -slopes
+
+    def score_function(self, weights: Weights, shape: ModelShape, device: torch.device) -> ScoreFunction:
+        slopes = torch.tensor(self.head_slopes(shape.heads), dtype=torch.float32, device=device)
+
+        def at(query: Tensor, key: Tensor, head: Tensor) -> Tensor:
+            distance = query - key if shape.causal else (query - key).abs()
+            return distance.float() * -slopes[head]
+
+        return at
 
     def columns(
         self, query_positions: Tensor, key_positions: Tensor, shape: ModelShape, dtype: torch.dtype

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.encoding import ModelShape, Weights, check_number
+from hf_posenc.encoding import ModelShape, ScoreFunction, Weights, check_number
 from hf_posenc.encodings._memory import check_memory
 from hf_posenc.encodings._score import ScoreBias, distances
 
@@ -79,6 +79,27 @@ class Fire(ScoreBias):
                 hidden = _hidden(part.flatten(1).unsqueeze(1), inner, offset)  # [batch, width, queries * keys]
                 return (outer @ hidden).unflatten(-1, part.shape[1:])
             return _Network.apply(part, inner, offset, outer)  # type: ignore[no-any-return]
+
+    def score_function(self, weights: Weights, shape: ModelShape, device: torch.device) -> ScoreFunction | None:
+        if self.width > WIDEST:
+            return None
+        c, inner, offset, outer = (weights[name].float() for name in ("c", "inner", "inner_bias", "outer"))
+        c, least = c.abs(), weights["L_ratio"].float().abs() * float(self.init_L)
+
+        def at(query: Tensor, key: Tensor, head: Tensor) -> Tensor:
+            reach = query if shape.causal else torch.maximum(query, key)
+            reach = torch.maximum(reach.float(), least[0])
+            part = torch.log1p(c[0] * (query - key).abs().float()) / torch.log1p(c[0] * reach).clamp(min=1e-6)
+            total = torch.zeros_like(part)
+            for unit in range(self.width):
+                total = total + outer[head, unit] * torch.relu(part * inner[unit] + offset[unit])
+            return total
+
+        return at
+
+
+WIDEST = 64
+"""Units of a hidden layer up to which it is written out for every score, in `score_function`."""
 
 
 CHUNK = 1 << 13

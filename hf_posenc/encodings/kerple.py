@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.encoding import ModelShape, Weights, check_choice
+from hf_posenc.encoding import ModelShape, ScoreFunction, Weights, check_choice
 from hf_posenc.encodings._score import ScoreBias, distances, per_head
 
 FLOOR = 0.01
@@ -48,8 +48,15 @@ class Kerple(ScoreBias):
 
     def bias(self, query_positions: Tensor, key_positions: Tensor, weights: Weights, shape: ModelShape) -> Tensor:
         with torch.autocast(query_positions.device.type, enabled=False):
-            distance = distances(query_positions, key_positions).abs().float()
-            r1, raw_r2 = per_head(weights["raw_r1"]).exp(), per_head(weights["raw_r2"])
-            if self.variant == "log":
-                return -r1 * torch.log1p(raw_r2.exp() * distance)
-            return -r1 * distance.pow(2 * raw_r2.sigmoid())
+            distance = distances(query_positions, key_positions)
+            return self._at(distance, per_head(weights["raw_r1"]), per_head(weights["raw_r2"]))
+
+    def score_function(self, weights: Weights, shape: ModelShape, device: torch.device) -> ScoreFunction:
+        raw_r1, raw_r2 = weights["raw_r1"].float(), weights["raw_r2"].float()
+        return lambda query, key, head: self._at(query - key, raw_r1[head], raw_r2[head])
+
+    def _at(self, distance: Tensor, raw_r1: Tensor, raw_r2: Tensor) -> Tensor:
+        distance = distance.abs().float()
+        if self.variant == "log":
+            return -raw_r1.exp() * torch.log1p(raw_r2.exp() * distance)
+        return -raw_r1.exp() * distance.pow(2 * raw_r2.sigmoid())

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.encoding import EncodingError, ModelShape, Weights, check_number
+from hf_posenc.encoding import EncodingError, ModelShape, ScoreFunction, Weights, check_number
 from hf_posenc.encodings._memory import check_memory
 from hf_posenc.encodings._score import ScoreBias, distances
 
@@ -77,3 +77,7 @@ class T5Bias(ScoreBias):
         bucket = self.bucket(distances(query_positions, key_positions).squeeze(1), shape.causal)
         table = weights["buckets"].float().t()
         return table[:, bucket.long()].transpose(0, 1)  # keys stay the innermost dimension, which kernels need
+
+    def score_function(self, weights: Weights, shape: ModelShape, device: torch.device) -> ScoreFunction:
+        table = weights["buckets"].float()
+        return lambda query, key, head: table[self.bucket(query - key, shape.causal), head]
