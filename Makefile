@@ -6,7 +6,7 @@
 #   make bench   the speed and memory claims of the README
 #
 #   make test PYTEST_ARGS="tests/test_cli.py -k verify"    some of the tests
-#   make test-slow | test-real | test-oldest               more of them: long ones, pretrained weights, oldest transformers
+#   make test-slow | test-real | test-gpu | test-oldest    more of them: long ones, pretrained weights, on a GPU, oldest transformers
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +24,7 @@ export TOKENIZERS_PARALLELISM := false
 export MPLBACKEND := agg
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-real test-oldest check format bench clean
+.PHONY: help demo test test-slow test-real test-gpu test-oldest check format bench clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -53,6 +53,9 @@ test-slow: $(VENV)/.installed
 
 test-real: $(VENV)/.weights
 	$(PYTEST) -m "real and not full and not gpu" $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed
+	$(PYTEST) -n 1 -m gpu $(PYTEST_ARGS)
 
 # The oldest transformers that is supported, in an environment of its own.
 .venv-oldest/.installed: pyproject.toml constraints.txt

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.training.loss import sliced_cross_entropy
+from hf_posenc.training.loss import loss_instead_of_logits, shift, sliced_cross_entropy
 
 
 class Step:
@@ -29,3 +32,16 @@ class Step:
         self.hidden.grad = self.head.weight.grad = None
         loss.backward()
         return loss.detach()
+
+
+def sliced_step(model: Any, ids: Tensor) -> Callable[[], object]:
+    """Forward and backward of a whole model, as LongContextTrainer makes its loss."""
+    model.train()
+
+    def run() -> object:
+        model.zero_grad()
+        with loss_instead_of_logits(model.get_output_embeddings(), shift(ids), 512):
+            total = model(input_ids=ids, use_cache=False).logits
+        return (total / (ids.numel() - len(ids))).backward()
+
+    return run

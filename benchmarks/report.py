@@ -23,7 +23,8 @@ ESSENCE = {
     "rope on gpt2, forward + backward,": "RoPE on GPT-2, forward + backward",
     "alibi on gpt2, 8 tokens one by one": "ALiBi, decoding",
     "perplexity in the shape of SmolLM2-135M": "perplexity in sliding windows",
-    "loss and its gradient, 4096 tokens, vocabulary 49152, float32:": "loss of 4,096 tokens, memory",
+    "training step, 10 of SmolLM2's 30 layers, 4096 tokens, float32": "training step with the loss in slices",
+    "output layer, loss and gradient alone, 4096 tokens, vocabulary 49152, float32:": "loss of 4,096 tokens, memory",
 }
 """Rows that the README shows: how `what` begins, and what it is called there."""
 

