@@ -26,7 +26,13 @@ _TOKENIZER_FILES = (
 
 
 def load_model(
-    source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal", tokenizer: bool = True
+    source: str | Path,
+    dtype: Any = None,
+    device_map: Any = None,
+    *,
+    task: str = "causal",
+    tokenizer: bool = True,
+    quantization_config: Any = None,
 ) -> tuple[Any, Any]:
     """Load a pretrained model with its tokenizer, ready to be patched, trained, evaluated and saved.
 
@@ -38,6 +44,7 @@ def load_model(
         device_map: as in transformers' `from_pretrained`; None loads to the CPU.
         task: "causal" (language model), "masked" (fill-in encoder) or "features" (encoder without a head).
         tokenizer: False takes a model without a tokenizer too, and gives None for one that is not there.
+        quantization_config: as in transformers' `from_pretrained`; for a hub id or the folder of a model.
 
     Returns:
         (model in evaluation mode, tokenizer).
@@ -52,10 +59,17 @@ def load_model(
     dtype = _as_dtype(dtype)
     # The tokenizer first: it takes a moment, the weights may take minutes.
     found = load_tokenizer(source, needed=tokenizer)
-    return load_weights(source, dtype, device_map, task=task), found
+    return load_weights(source, dtype, device_map, task=task, quantization_config=quantization_config), found
 
 
-def load_weights(source: str | Path, dtype: Any = None, device_map: Any = None, *, task: str = "causal") -> Any:
+def load_weights(
+    source: str | Path,
+    dtype: Any = None,
+    device_map: Any = None,
+    *,
+    task: str = "causal",
+    quantization_config: Any = None,
+) -> Any:
     """The model alone, as `load_model` loads it; whether there is a tokenizer does not matter.
 
     Raises:
@@ -74,6 +88,11 @@ def load_weights(source: str | Path, dtype: Any = None, device_map: Any = None, 
     dtype = _as_dtype(dtype)
     kind, path = _find(source)
     where = str(source) if path is None else str(path)
+    if quantization_config is not None:
+        if kind in ("adapter", "gguf"):
+            what = "an adapter: merge it first" if kind == "adapter" else "a .gguf file: save it as a model first"
+            raise ValueError(f"quantization_config is for a plain model, and {str(source)!r} is {what}.")
+        options["quantization_config"] = quantization_config
     if kind == "adapter":
         assert path is not None
         return _load_adapter(path, dtype, device_map, task).eval()

@@ -563,17 +563,22 @@ def test_the_card_and_the_last_lines_hold_commands(
 
 
 @pytest.mark.parametrize(
-    ("name", "encoding"), [("gpt2", "t5"), ("llama", "yarn"), ("gpt2", "sinusoidal:learn_scale=true")]
+    ("name", "encoding"),
+    [("gpt2", "t5"), ("llama", "yarn"), ("gpt2", "sinusoidal:learn_scale=true"), ("bert", "alibi"), ("bert", "t5")],
 )
 def test_adapter_merged_equals_adapter(
     saved: Callable[..., str], text: str, tmp_path: Path, name: str, encoding: str
 ) -> None:
     output = tmp_path / "out"
     options = ["--encoding", encoding, "--context_length", "64", "--block_length", "32", "--lora", "true"]
+    auto: Any = AutoModelForCausalLM
+    if name == "bert":
+        auto, options = AutoModelForMaskedLM, [*options, "--objective", "mlm"]
     finetune(arguments(output, "--model", saved(name), "--train_text", text, *options, "--max_steps", "3"))
     adapter, _ = load_model(output / "adapter")
-    inside = AutoModelForCausalLM.from_pretrained(output)
-    again = AutoModelForCausalLM.from_pretrained(merge(output / "adapter", tmp_path / "merged"))
+    inside, loading = auto.from_pretrained(output, output_loading_info=True)
+    assert not loading["missing_keys"]  # as BERT's output bias would be, once the output layer is untied
+    again = auto.from_pretrained(merge(output / "adapter", tmp_path / "merged"))
     base = patch(load_model(saved(name))[0], encoding, context_length=64)
     ids = tokens(48, batch=2)
     with torch.no_grad():
@@ -588,6 +593,38 @@ def test_adapter_merged_equals_adapter(
         merge(output / "adapter", tmp_path / "merged")
     with pytest.raises(ValueError, match="not an adapter"):
         merge(tmp_path / "merged", tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(("name", "encoding"), [("llama", "yarn"), ("gpt2", "rope"), ("bert", "alibi")])
+def test_adapter_over_four_bits(
+    saved: Callable[..., str], text: str, tmp_path: Path, name: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QLoRA: the base in 4 bits while it trains, and whole in what it is merged into."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    held: list[bool] = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            held.append(any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in model.modules()))
+
+    output = tmp_path / "out"
+    options = ["--encoding", encoding, "--context_length", "64", "--block_length", "32", "--max_steps", "2"]
+    options += ["--objective", "mlm"] if name == "bert" else []
+    given = arguments(output, "--model", saved(name), "--train_text", text, "--qlora", "true", *options)
+    monkeypatch.setattr("hf_posenc.training.run.LongContextTrainer", _with_callback(Look()))
+    finetune(given)
+    assert held == [True]
+    merged, _ = load_model(
+        merge(output / "adapter", tmp_path / "merged"), task="masked" if name == "bert" else "causal"
+    )
+    base, _ = load_model(saved(name), task="masked" if name == "bert" else "causal")
+    assert str(encoding_of(merged)).startswith(encoding)
+    moved = dict(base.named_parameters())
+    assert all(value.dtype == torch.float32 for value in merged.parameters())
+    changed = [n for n, value in merged.named_parameters() if n in moved and not torch.equal(value, moved[n])]
+    assert any("attn" in n or "query" in n or "q_proj" in n for n in changed)
+    with pytest.raises(ValueError, match="adapter"):
+        load_model(output / "adapter", quantization_config={})
 
 
 def test_a_merge_needs_no_tokenizer_of_the_base_model(

@@ -91,7 +91,7 @@ class FinetuneArguments:
     merge: bool = _help(
         "Save the model with the adapter merged in, beside the adapter. False: save the adapter alone.", True
     )
-    qlora: bool = _help("Hold the model in 4 bits under the adapter. Needs bitsandbytes and a GPU.", False)
+    qlora: bool = _help("Hold the model in 4 bits under the adapter. Needs bitsandbytes.", False)
 
     mlm_probability: float = _help("Share of the tokens that are masked under mlm.", 0.15)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _help(
@@ -207,7 +207,7 @@ def check(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Finetun
     if ours.qlora:
         ours.lora = True
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError("--qlora needs the package bitsandbytes: pip install bitsandbytes, or use --lora.")
+            raise ValueError("--qlora needs the package bitsandbytes: pip install 'hf-posenc[qlora]', or use --lora.")
     if ours.lora and ours.from_scratch is not None:
         raise ValueError("--lora trains beside a pretrained model; --from_scratch has none.")
     if ours.native_weight_schedule is not None:

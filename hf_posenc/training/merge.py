@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hf_posenc.training.files import written_whole
 
 logger = logging.getLogger(__name__)
@@ -62,4 +64,20 @@ def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: st
     tokenizer = load_tokenizer(adapter if has_tokenizer(adapter) else source, needed=False)
     model = load_weights(source, dtype, device_map, task="masked" if masked else "causal")
     model = load_adapter(model, adapter).merge_and_unload()
+    if not model.config.tie_word_embeddings:
+        _untie(model)
     return drop_silent_native(model), tokenizer
+
+
+def _untie(model: nn.Module) -> None:
+    """Give every place that shares a weight its own copy, so that each is saved.
+
+    peft unties the output layer where the embeddings were trained, but not what else hangs on that: BERT's output bias
+    is one weight in two places, of which only one is saved, and loading would no longer tie them.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(weight) in seen:
+                setattr(module, name, nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad))
+            seen.add(id(weight))

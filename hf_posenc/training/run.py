@@ -330,15 +330,19 @@ def _load(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Any, An
             )
         return auto.from_config(config).to(getattr(torch, name)), tokenizer
     assert ours.model is not None
+    task = "masked" if masked else "causal"
     if ours.qlora:
-        quantized = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-        )
         from peft import prepare_model_for_kbit_training
 
-        model = auto.from_pretrained(ours.model, quantization_config=quantized)
-        return prepare_model_for_kbit_training(model), _tokenizer(ours.tokenizer or ours.model)
-    model, tokenizer = load_model(ours.model, name, task="masked" if masked else "causal")
+        products = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+        four_bits = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=products
+        )
+        model, tokenizer = load_model(ours.model, task=task, quantization_config=four_bits)
+        # Whether layers are recomputed is the Trainer's to say: --gradient_checkpointing.
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    else:
+        model, tokenizer = load_model(ours.model, name, task=task)
     if hasattr(model, "peft_config"):
         raise ValueError(
             f"--model {ours.model!r} is an adapter. Merge it first: hf-posenc merge {ours.model} --output DIR."
