@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -434,3 +435,27 @@ def test_streaming_gives_the_same_blocks(write: Callable[[str, str], str]) -> No
 def test_text_without_a_block_is_refused(write: Callable[[str, str], str]) -> None:
     with pytest.raises(ValueError, match=r"no block of text.*min_document_tokens=50"):
         make_blocks([_stored(write)], tiny_tokenizer(), 16, min_document_tokens=50)
+
+
+def test_rows_are_those_of_the_file_whatever_its_time_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same relative name, size and time, in another folder and after a change in place."""
+    for folder, text in (("one", "the cat"), ("two", "the dog")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "book.txt").write_text(text, encoding="utf-8")
+        os.utime(tmp_path / folder / "book.txt", (0, 0))
+        monkeypatch.chdir(tmp_path / folder)
+        assert load_documents("book.txt")["text"][:] == [text]
+    Path("book.txt").write_text("the cow", encoding="utf-8")
+    os.utime("book.txt", (0, 0))
+    assert load_documents("book.txt")["text"][:] == ["the cow"]
+
+
+def test_files_in_other_codes_are_named_every_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="no file in it is UTF-8"):
+        load_documents(tmp_path)
+    (tmp_path / "good.txt").write_text("the cat", encoding="utf-8")
+    for _ in range(2):
+        caplog.clear()
+        load_documents(tmp_path)
+        assert "latin.txt is left out" in caplog.text

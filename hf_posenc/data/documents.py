@@ -6,6 +6,8 @@ recursively), a data set saved with `datasets`, or the name of one on a hub: `na
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import json
 import logging
 import os
@@ -35,7 +37,7 @@ def load_documents(
     """All documents of all `sources`, in order, as a data set with the columns `id`, `text` and `messages`.
 
     `messages` is a JSON list of {"role", "content"} where the row is a conversation (then `text` is empty), else "".
-    Without `streaming` the rows are cached on disk, keyed by the files' names, sizes and times.
+    Without `streaming` the rows are cached on disk, keyed by what the files hold.
 
     Raises:
         ValueError: a source is missing, empty, unreadable, or has no such field; nothing has been written then.
@@ -88,11 +90,16 @@ def _load(plan: tuple[str, str, list[str]], text_field: str, messages_field: str
     if kind != "files":
         return _rows_of_dataset(kind, name, text_field, messages_field, streaming)
     features = datasets.Features({column: datasets.Value("string") for column in ("id", "text", "messages")})
-    stamps = [f"{os.path.getsize(f)}:{os.stat(f).st_mtime_ns}" for f in files]
+    hashes = [""] * len(files)
+    if not streaming:  # a time or a size may be another file's
+        read = {file: found for file in files if (found := _hash(file, name)) is not None}
+        files, hashes = list(read), list(read.values())
+        if not files:
+            raise ValueError(f"{name!r} holds no text: no file in it is UTF-8.")
     arguments = {
-        "files": files,
-        "root": name,
-        "stamps": stamps,
+        "files": [os.path.abspath(file) for file in files],
+        "root": os.path.abspath(Path(name).expanduser()),
+        "hashes": hashes,
         "text_field": text_field,
         "messages_field": messages_field,
         "version": _VERSION,
@@ -115,10 +122,39 @@ def _load(plan: tuple[str, str, list[str]], text_field: str, messages_field: str
     return rows
 
 
+def _hash(file: str, root: str) -> str | None:
+    """A hash of what `file` holds; None where it is no UTF-8, which one file of a folder may be."""
+    digest, is_text = hashlib.sha256(), Path(file).suffix.lower() != ".parquet"
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    begins = 0  # where what the decoder looks at next begins: it keeps back the first bytes of a character
+    try:
+        with open(file, "rb") as content:
+            while True:
+                piece = content.read(1 << 20)
+                digest.update(piece)
+                if is_text:
+                    begins = content.tell() - len(piece) - len(decoder.getstate()[0])
+                    decoder.decode(piece, final=not piece)
+                if not piece:
+                    return digest.hexdigest()
+    except UnicodeDecodeError as error:
+        _refuse_code(file, Path(root).expanduser().is_dir(), begins + error.start)
+        return None
+    except OSError as error:
+        raise ValueError(f"{file!r} cannot be read: {error}.") from error
+
+
+def _refuse_code(file: str, in_folder: bool, byte: int) -> None:
+    """A folder of sources may hold a few files in other codes; a file that was named must not be one."""
+    if not in_folder:
+        raise ValueError(f"{file!r} is not UTF-8 text: byte {byte} cannot be decoded.")
+    logger.warning("%s is left out: it is not UTF-8 text (byte %d).", file, byte)
+
+
 def _rows_of_files(
-    files: list[str], root: str, stamps: list[str], text_field: str, messages_field: str, version: int
+    files: list[str], root: str, hashes: list[str], text_field: str, messages_field: str, version: int
 ) -> Iterator[dict[str, str]]:
-    base = Path(root).expanduser()
+    base = Path(root)
     for file in files:
         label = os.path.relpath(file, base) if base.is_dir() else os.path.basename(file)
         suffix = Path(file).suffix.lower()
@@ -132,10 +168,7 @@ def _rows_of_files(
                 rows = iter([{"id": label, "text": text, "messages": ""}])
             yield from (row for row in rows if row["text"].strip() or row["messages"])
         except UnicodeDecodeError as error:
-            if base.is_dir():  # a folder of sources may hold a few files in other codes
-                logger.warning("%s is left out: it is not UTF-8 text (byte %d).", file, error.start)
-                continue
-            raise ValueError(f"{file!r} is not UTF-8 text: byte {error.start} cannot be decoded.") from error
+            _refuse_code(file, base.is_dir(), error.start)
         except OSError as error:
             raise ValueError(f"{file!r} cannot be read: {error}.") from error
 
