@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
 
     from safetensors import SafetensorError
 
-    mine = (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, EOFError)
+    mine = (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, EOFError, AssertionError)
     return (*mine, struct.error, SafetensorError, pickle.UnpicklingError)
 
 
@@ -133,7 +134,11 @@ def _in_a_line(error: Exception) -> str:
     text = lines[0] if lines else type(error).__name__
     if "ignore_mismatched_sizes" in str(error):
         return "weights in the checkpoint have other sizes than its config.json says."
-    return text if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, (OSError, ValueError, RuntimeError, AssertionError))
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 def _refuse_missing(source: str | Path, loading: dict[str, Any], task: str) -> None:
@@ -291,10 +296,7 @@ def load_tokenizer(source: str | Path, *, needed: bool = True) -> Any:
 
 
 def fingerprint(source: str | Path) -> str:
-    """A hash of what lies at `source`: equal for equal weights and config, wherever they are.
-
-    Files above 64 MB are sampled (64 pieces of 1 MB, evenly spread, and the length): two checkpoints of one model
-    differ everywhere, and reading them whole would take longer than loading them.
+    """A hash of what lies at `source`, read whole: equal for equal weights and config, wherever they are.
 
     Raises:
         ValueError: nothing at `source`.
@@ -321,16 +323,12 @@ def fingerprint(source: str | Path) -> str:
 
 
 def _hash_files(files: list[Path]) -> str:
-    piece, pieces = 1 << 20, 64
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
+    def hashed(path: Path) -> bytes:
+        digest = hashlib.sha256(path.name.encode())
         with path.open("rb") as file:
-            if size <= piece * pieces:
-                digest.update(file.read())
-                continue
-            for number in range(pieces):
-                file.seek((size - piece) * number // (pieces - 1))
-                digest.update(file.read(piece))
-    return digest.hexdigest()
+            while piece := file.read(1 << 24):
+                digest.update(piece)
+        return digest.digest()
+
+    with ThreadPoolExecutor(max_workers=8) as pool:  # hashing and reading let other threads run
+        return hashlib.sha256(b"".join(pool.map(hashed, files))).hexdigest()

@@ -7,6 +7,7 @@ kept on the model, so copies and pickles of a patched model can be unpatched too
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -88,8 +89,9 @@ def patch(
     plan = _make_plan(base, architecture, shape, native, asked, keep_native)
     if asked.site == "score":
         check_backend(stock_name(base.config._attn_implementation), str(asked))
-    asked_weights, owner = _new_weights(base, plan)
-    _replace(model, top, base, owner, asked_weights)
+    with _whole_table(base, architecture):
+        asked_weights, owner = _new_weights(base, plan)
+        _replace(model, top, base, owner, asked_weights)
     return model
 
 
@@ -532,6 +534,20 @@ def _replace(
     except BaseException:
         _install(model, top, base, kept, kept_tables)
         raise
+
+
+@contextlib.contextmanager
+def _whole_table(base: nn.Module, architecture: Architecture) -> Iterator[None]:
+    """The native table whole, where DeepSpeed's ZeRO-3 loaded the model in parts."""
+    table = base.get_submodule(architecture.table) if architecture.table is not None else nn.Module()
+    parts = [weight for weight in table.parameters() if hasattr(weight, "ds_id")]
+    if not parts:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parts):
+        yield
 
 
 def _install(

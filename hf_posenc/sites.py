@@ -79,6 +79,7 @@ class SilentTable(nn.Module):
         super().__init__()
         self.weight = weight
         self.amount = amount
+        self.num_embeddings, self.embedding_dim = weight.shape  # a weight that is shared out has another shape
 
     def train(self, mode: bool = True) -> SilentTable:
         """Loading makes a new parameter, which trains, and sets the mode last: freeze a silent one again."""
@@ -88,11 +89,11 @@ class SilentTable(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         if self.amount == 0.0:  # positions may lie beyond the table
-            return torch.zeros(1, 1, self.weight.shape[1], dtype=self.weight.dtype, device=positions.device)
+            return torch.zeros(1, 1, self.embedding_dim, dtype=self.weight.dtype, device=positions.device)
         return self.amount * nn.functional.embedding(positions, self.weight)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, amount={self.amount}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, amount={self.amount}"
 
 
 class RotaryTable(nn.Module):

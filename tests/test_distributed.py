@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from test_data import sentences, tiny_tokenizer
 
+from hf_posenc.models import load_model
 from models import tiny_bert, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,17 +21,23 @@ CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 EXPERIMENTS = sorted((ROOT / "examples").glob("*.yaml"))
 
 DDP_THAT_ENDS = """
-# Under DDP no thread of gloo's outlives main(): one could abort the interpreter as it goes down.
+# Under DDP no thread of gloo's outlives main(): one could abort the interpreter as it goes down. DeepSpeed, where it is
+# installed, keeps the group.
+import importlib.util
+import os
 import sys
 from hf_posenc.training import main
 from models import threads
 
 status = main()
+if importlib.util.find_spec("deepspeed") is not None:
+    sys.stdout.flush()
+    os._exit(status)
 assert not any("gloo" in name for name in threads()), threads()
 sys.exit(status)
 """
 
-FSDP_ON_CPU = """
+SHARDED_ON_CPU = """
 # accelerate shards over GPUs only. Told that these processes have one each, it does the same on the CPU.
 import os
 import sys
@@ -38,10 +45,13 @@ import accelerate.state
 import torch
 from accelerate.utils import DistributedType
 
-torch.distributed.init_process_group("gloo")
-prepare = accelerate.state.PartialState._prepare_backend
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    from deepspeed import comm
+    comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+else:
+    torch.distributed.init_process_group("gloo")
 state = accelerate.state.PartialState
-state._prepare_backend = lambda *args, **kwargs: (prepare(*args, **kwargs)[0], DistributedType.MULTI_GPU)
+state._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
 state.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 from hf_posenc.training import main
 
@@ -83,7 +93,7 @@ if training.process_index == 0:
     pathlib.Path(output, "loss.json").write_text(json.dumps(result.training_loss))
 import os
 sys.stderr.flush()
-os._exit(0)  # as in FSDP_ON_CPU
+os._exit(0)  # as in SHARDED_ON_CPU
 """
 
 
@@ -127,8 +137,6 @@ def _finetune(output: Path, models: dict[str, str], name: str, *options: str) ->
 
 
 def _same(one: Path, other: Path) -> None:
-    from safetensors.torch import load_file
-
     first, second = (
         json.loads((folder / "finetune.json").read_text(encoding="utf-8"))["metrics"] for folder in (one, other)
     )
@@ -136,7 +144,7 @@ def _same(one: Path, other: Path) -> None:
     assert len(measured) >= 2
     for key in measured:
         assert second[key] == pytest.approx(first[key], rel=1e-5), key
-    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    ours, theirs = (load_model(folder)[0].state_dict() for folder in (one, other))  # names in files differ: DeepSpeed
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert float((value - theirs[name]).abs().max()) < 1e-5, name
@@ -152,7 +160,7 @@ def _same(one: Path, other: Path) -> None:
     ],
     ids=["llama-pose", "gpt2-lora", "bert-mlm"],
 )
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
 def test_two_processes_equal_one(
     tmp_path: Path, models: dict[str, str], name: str, options: list[str], how: str
 ) -> None:
@@ -163,11 +171,15 @@ def test_two_processes_equal_one(
     _run([sys.executable, script, *one], tmp_path / "cache")
     two = _finetune(tmp_path / "two", models, name, *options, "--per_device_train_batch_size", "1")
     worker = tmp_path / "worker.py"
-    if how == "ddp":
+    if how.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+        worker.write_text(SHARDED_ON_CPU, encoding="utf-8")
+        _run([*_launch(_for_cpu(how, tmp_path)), str(worker), *two], tmp_path / "cache", DS_ACCELERATOR="cpu")
+    elif how == "ddp":
         worker.write_text(DDP_THAT_ENDS, encoding="utf-8")
         _run([*_launch(), str(worker), *two], tmp_path / "cache")
     else:
-        worker.write_text(FSDP_ON_CPU, encoding="utf-8")
+        worker.write_text(SHARDED_ON_CPU, encoding="utf-8")
         _run(_torchrun(worker, *two), tmp_path / "cache", **_fsdp_environment())
         assert (tmp_path / "two" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()  # it was sharded indeed
     _same(tmp_path / "one", tmp_path / "two")
@@ -194,12 +206,21 @@ def test_two_processes_evaluate_as_one(tmp_path: Path, models: dict[str, str]) -
         assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-6)
 
 
-def _launch() -> list[str]:
+def _for_cpu(config: str, folder: Path) -> Path:
+    """One of the examples, with two processes and in float32."""
+    import yaml
+
+    values = yaml.safe_load((ROOT / "examples" / "accelerate" / f"{config}.yaml").read_text(encoding="utf-8"))
+    place = folder / f"{config}.yaml"
+    place.write_text(yaml.safe_dump({**values, "num_processes": 2, "mixed_precision": "no"}), encoding="utf-8")
+    return place
+
+
+def _launch(config: Path = ROOT / "examples" / "accelerate" / "cpu_2.yaml") -> list[str]:
     """`accelerate launch` with two processes."""
-    config = str(ROOT / "examples" / "accelerate" / "cpu_2.yaml")
     port = str(29500 + os.getpid() % 1000)
     module = [sys.executable, "-m", "accelerate.commands.launch"]
-    return [*module, "--config_file", config, "--main_process_port", port]
+    return [*module, "--config_file", str(config), "--main_process_port", port]
 
 
 def _fsdp_environment() -> dict[str, str]:

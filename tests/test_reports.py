@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hf_posenc import encoding_of
 from hf_posenc.comparison import compare
 from hf_posenc.evaluation import evaluate, perplexity, plots
 from hf_posenc.evaluation.files import plain, write_whole
@@ -308,6 +310,15 @@ def test_encoders_are_measured_by_pseudo_perplexity(tmp_path: Path, text: Path) 
         ({"max_tokens": 10}, "max_tokens=10"),
         ({"model": "no/such/model.gguf"}, "model.gguf"),
         ({"model": "./nowhere"}, "nowhere"),
+        ({"lengths": 512}, "lengths=512"),
+        ({"lengths": "512"}, "lengths='512'"),
+        ({"encodings": None}, "Expected an encoding"),
+        ({"texts": None}, "texts=None"),
+        ({"texts": (), "documents": [1, 2]}, "documents"),
+        ({"passkey_depths": 0.5, "passkey_trials": 1}, "passkey_depths=0.5"),
+        ({"passkey_lengths": 256, "passkey_trials": 1}, "passkey_lengths=256"),
+        ({"bos": "never"}, "bos='never'"),
+        ({"device": "nowhere"}, "nowhere"),
     ],
 )
 def test_refused(tmp_path: Path, folder: Path, text: Path, changes: dict[str, Any], message: str) -> None:
@@ -323,6 +334,91 @@ def test_a_folder_that_holds_something_else_is_not_touched(tmp_path: Path, folde
     with pytest.raises(ValueError, match=r"thesis\.tex"):
         evaluate(folder, ["native"], text, [256], tmp_path / "out")
     assert [item.name for item in (tmp_path / "out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["results.json", "report.md", "perplexity.png"])
+def test_files_of_others_are_not_overwritten(tmp_path: Path, folder: Path, text: Path, name: str) -> None:
+    out = tmp_path / "out"
+    (out / "parts").mkdir(parents=True)
+    (out / name).write_text('{"results": {"mmlu": 0.43}}')
+    with pytest.raises(ValueError, match="something else"):
+        evaluate(folder, ["native"], text, [256], out)
+    assert (out / name).read_text() == '{"results": {"mmlu": 0.43}}'
+
+
+def test_one_number_that_changed_is_seen(tmp_path: Path, folder: Path, text: Path) -> None:
+    """Not a sample of the weights: nothing measured before is taken for the model as it is now."""
+    from safetensors.torch import load_file, save_file
+
+    def measured(model: Any) -> float:
+        options: dict[str, Any] = {"tokenizer": letters()} if isinstance(model, torch.nn.Module) else {}
+        found = evaluate(model, ["native"], text, [256], tmp_path / "out", progress=False, **options)
+        return float(found["encodings"][0]["nll"])
+
+    model = tiny_llama(max_position_embeddings=256)
+    before = measured(model)
+    with torch.no_grad():
+        model.lm_head.weight[5, 5] += 9.0
+    assert measured(model) != before
+    shutil.rmtree(tmp_path / "out")
+    before = measured(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 3] += 9.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert measured(folder) != before
+
+
+def test_an_adapter_that_is_switched_off_is_another_model(tmp_path: Path, text: Path) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_llama(max_position_embeddings=256), options)
+    found = []
+    for _ in range(2):
+        results = evaluate(model, ["saved"], text, [256], tmp_path / "out", tokenizer=letters(), progress=False)
+        found.append(results["encodings"][0]["nll"])
+        model.base_model.disable_adapter_layers()
+    assert found[0] != found[1]
+
+
+def test_disjoint_windows_are_those_of_perplexity(tmp_path: Path) -> None:
+    """With a start token too, before which every token is a target: once."""
+    model, tokenizer = tiny_llama(max_position_embeddings=256), letters(bos=True)
+    documents = [prose(30, 1), prose(60, 2)]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "progress": False, "definition": "disjoint"}
+    (entry,) = evaluate(model, ["native"], documents=documents, lengths=[64], **options)["encodings"]
+    ids = [torch.tensor(tokenizer(document, add_special_tokens=False)["input_ids"]) for document in documents]
+    alone = perplexity(model, ids, 64, definition="disjoint", bos=tokenizer.bos_token_id)
+    assert entry["tokens"] == alone.tokens <= sum(map(len, ids))
+    assert entry["nll"] == pytest.approx(alone.nll, rel=1e-6)
+
+
+def test_bytes_are_those_of_the_text_that_is_scored(tmp_path: Path) -> None:
+    """Not of separators, nor of what a tokenizer makes of its own tokens; and they are not those of another text."""
+    model, tokenizer = tiny_llama(max_position_embeddings=256), letters()
+    documents = [prose(20, 1), prose(20, 2)]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "progress": False, "lengths": [64], "concatenate": True}
+    whole = evaluate(model, ["native"], documents=documents, **options)
+    assert whole["text"]["bytes"] == sum(len(document) for document in documents)
+    cut = evaluate(model, ["native"], documents=documents, max_tokens=whole["text"]["tokens"] - 1, **options)
+    assert cut["text"]["bytes"] == whole["text"]["bytes"] - 1
+    assert cut["text"]["tokens"] == whole["text"]["tokens"] - 1
+
+
+def test_a_model_that_was_given_is_left_as_it_was_where_measuring_fails(text: Path) -> None:
+    model = tiny_llama(max_position_embeddings=256)
+    options: dict[str, Any] = {"tokenizer": letters(), "progress": False, "passkey_trials": 1}
+    with pytest.raises(ValueError, match="question"):
+        evaluate(model, ["alibi"], text, [256], passkey_lengths=[20], **options)
+    assert encoding_of(model).name == "rope"
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path, text: Path) -> None:
+    model = tiny_gpt2(n_positions=128)
+    options: dict[str, Any] = {"tokenizer": letters(), "progress": False}
+    with pytest.raises(ValueError, match="lengths=256 is longer than this model can be fed"):
+        evaluate(model, ["alibi", "native"], text, [256], tmp_path / "out", **options)
+    parts = [json.loads(part.read_text())["key"]["task"] for part in (tmp_path / "out").rglob("*.json")]
+    assert "perplexity" not in parts
 
 
 def test_text_of_special_tokens_only_is_named(folder: Path) -> None:

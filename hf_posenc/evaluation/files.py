@@ -54,17 +54,33 @@ def output_folder(output: str | Path | None) -> Path | None:
     """
     if output is None:
         return None
+    if not isinstance(output, (str, Path)):
+        raise ValueError(f"output={output!r} is not allowed; it is the path of a folder, or None.")
     folder = Path(output)
     if folder.exists():
         if not folder.is_dir():
             raise ValueError(f"output={str(output)!r} is a file; name a folder.")
         names = {item.name for item in folder.iterdir()}
-        if names and not names & {"results.json", "parts"}:
+        if names and not (_report_in(folder) or ("parts" in names and not names & _WRITTEN)):
             raise ValueError(
                 f"output={str(output)!r} holds something else ({', '.join(sorted(names)[:3])}). Name a new folder, or"
                 " one that an earlier evaluation wrote."
             )
     return folder
+
+
+_WRITTEN = {"results.json", "report.md", "report.html", "perplexity.png", "perplexity.svg"}
+"""What a report is made of; an interrupted evaluation has left none of it, only `parts`."""
+
+
+def _report_in(folder: Path) -> dict[str, Any] | None:
+    """The results that an evaluation wrote into `folder`; None where there are none, or somebody else's."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(results, dict) and {"encodings", "settings", "model", "text"} <= results.keys()
+    return results if ours else None
 
 
 def refuse_others_report(folder: Path | None, models: Sequence[tuple[str, str]]) -> None:
@@ -74,13 +90,10 @@ def refuse_others_report(folder: Path | None, models: Sequence[tuple[str, str]])
         models: (fingerprint, where it is loaded from) of each. The same place with other weights is a model trained
             again: its report may be replaced.
     """
-    if folder is None or not (folder / "results.json").is_file():
+    theirs = None if folder is None else _report_in(folder)
+    if theirs is None:
         return
-    try:
-        theirs = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        reported = [(model["fingerprint"], model["source"]) for model in theirs.get("models", [theirs["model"]])]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return  # no report that could be lost
+    reported = [(model["fingerprint"], model["source"]) for model in theirs.get("models", [theirs["model"]])]
     fingerprints, places = {f for f, _ in models}, {place for _, place in models}
     others = [place for f, place in reported if f not in fingerprints and place not in places]
     if others:

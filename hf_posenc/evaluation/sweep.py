@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import json
 import logging
+import operator
 import platform
 import re
 import shlex
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.evaluation import limits
 from hf_posenc.evaluation.cost import measure_cost
@@ -126,14 +127,13 @@ def evaluate(
         ValueError: an argument that is not allowed, text shorter than the longest length, or an output folder that
             holds something else. Raised before the model runs.
     """
-    wanted = list(dict.fromkeys(map(_wanted, [encodings] if isinstance(encodings, str) else encodings)))
+    one = isinstance(encodings, (str, dict)) or not hasattr(encodings, "__iter__")
+    wanted = list(dict.fromkeys(map(_wanted, [encodings] if one else encodings)))
     if not wanted:
         raise ValueError('encodings is empty; name at least one, such as "native".')
-    lengths = sorted(set(lengths))
+    lengths = _lengths("lengths", lengths)
     if not lengths:
         raise ValueError("lengths is empty; give context lengths in tokens, such as [2048, 8192].")
-    for length in lengths:
-        check_int("lengths", length, low=4, why="a context length in tokens")
     if definition not in (*DEFINITIONS, PSEUDO):
         raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join((*DEFINITIONS, PSEUDO))}.")
     if definition == PSEUDO and (stride is not None or passkey_trials or cost):
@@ -151,10 +151,15 @@ def evaluate(
                 " would be skipped."
             )
     check_int("passkey_trials", passkey_trials, low=0, why="it is the number of passkeys for each length and depth")
-    passkey_lengths = sorted(set(passkey_lengths or lengths)) if passkey_trials else []
-    depths = sorted({float(depth) for depth in passkey_depths})
+    passkey_lengths = _lengths("passkey_lengths", passkey_lengths or lengths) if passkey_trials else []
+    try:
+        depths = sorted({float(depth) for depth in passkey_depths})
+    except (TypeError, ValueError):
+        raise ValueError(f"passkey_depths={passkey_depths!r} is not allowed; give numbers from 0 to 1.") from None
     if not depths or not 0 <= depths[0] <= depths[-1] <= 1:
         raise ValueError(f"passkey_depths={depths} is not allowed; give numbers from 0 (the start of the text) to 1.")
+    if bos is not None and not isinstance(bos, bool):
+        raise ValueError(f"bos={bos!r} is not allowed; it is True, False, or None (as the tokenizer itself does).")
     folder = output_folder(output)
     processes = Processes.find()
 
@@ -182,6 +187,7 @@ def evaluate(
         "definition": definition,
         "stride": stride,
         "bos": text.bos,
+        "bytes": text.num_bytes,  # other text may have the same tokens
     }
     task = {"task": "passkey", "depths": depths, "trials": passkey_trials, "seed": seed}
     task |= {name: common[name] for name in ("version", "model", "dtype")}
@@ -189,39 +195,49 @@ def evaluate(
     parts: dict[Any, dict[str, Any]] = {}
     costs: dict[Any, dict[str, Any]] = {}
     retrieval: dict[Any, dict[int, dict[str, Any]]] = {}
+    short = [length for length in reported if trained and length <= trained]
+    keys: dict[Any, dict[str, Any]] = {}
     for item in todo:
-        upto = [length for length in reported if trained and length <= trained] if item is _SHORT_NATIVE else reported
-        key = common | {"task": "perplexity", "encoding": _key(item), "lengths": upto, "made_for": max(lengths)}
-        with _part(folder, key, fresh, processes) as part:
-            if not part:
-                live = source.patched(item, max(lengths))
-                part |= _describe(live, item, max(lengths)) | {"device": source.device_name, "versions": _versions()}
-                logger.info("Measuring %s", part["label"])
-                if definition == PSEUDO:
-                    part |= _measure_pseudo(live, source.tokenizer, text, upto, max(lengths), batch_size, progress)
-                else:
-                    separate = part["length_dependent"] or stride is not None
-                    options = {"definition": definition, "batch_size": batch_size, "progress": progress}
-                    part |= _measure(live, text, upto, max(lengths), stride, separate, **options)
-        parts[item] = part
-        if cost and item is not _SHORT_NATIVE:
-            key = common | {"task": "cost", "encoding": _key(item), "lengths": lengths, "made_for": max(lengths)}
-            with _part(folder, key, fresh, processes) as part:
-                if not part:
-                    began = time.time()
-                    longest = max(text.documents, key=len)
-                    part |= {"rows": measure_cost(source.patched(item, max(lengths)), longest, lengths)}
-                    part |= {"seconds": time.time() - began, "device": source.device_name, "versions": _versions()}
-            costs[item] = part
-        for size in passkey_lengths if item is not _SHORT_NATIVE else []:
-            with _part(folder, task | {"encoding": _key(item), "length": size}, fresh, processes) as part:
+        upto = short if item is _SHORT_NATIVE else reported
+        keys[item] = common | {"task": "perplexity", "encoding": _key(item), "lengths": upto, "made_for": max(lengths)}
+        finished = _part_file(folder, keys[item])
+        if fresh or finished is None or not finished.is_file():
+            source.check(item, max(lengths), max(upto))
+    try:
+        for item in todo:
+            upto = keys[item]["lengths"]
+            with _part(folder, keys[item], fresh, processes) as part:
                 if not part:
                     live = source.patched(item, max(lengths))
-                    logger.info("Hiding passkeys under %s in %d tokens", parts[item]["label"], size)
-                    part |= _measure_passkeys(live, source.tokenizer, size, depths, passkey_trials, seed, progress)
                     part |= {"device": source.device_name, "versions": _versions()}
-            retrieval.setdefault(item, {})[size] = part
-    source.restore()
+                    part |= _describe(live, item, max(lengths))
+                    logger.info("Measuring %s", part["label"])
+                    if definition == PSEUDO:
+                        part |= _measure_pseudo(live, source.tokenizer, text, upto, max(lengths), batch_size, progress)
+                    else:
+                        separate = part["length_dependent"] or stride is not None
+                        options = {"definition": definition, "batch_size": batch_size, "progress": progress}
+                        part |= _measure(live, text, upto, max(lengths), stride, separate, **options)
+            parts[item] = part
+            if cost and item is not _SHORT_NATIVE:
+                key = common | {"task": "cost", "encoding": _key(item), "lengths": lengths, "made_for": max(lengths)}
+                with _part(folder, key, fresh, processes) as part:
+                    if not part:
+                        began = time.time()
+                        longest = max(text.documents, key=len)
+                        part |= {"rows": measure_cost(source.patched(item, max(lengths)), longest, lengths)}
+                        part |= {"seconds": time.time() - began, "device": source.device_name, "versions": _versions()}
+                costs[item] = part
+            for size in passkey_lengths if item is not _SHORT_NATIVE else []:
+                with _part(folder, task | {"encoding": _key(item), "length": size}, fresh, processes) as part:
+                    if not part:
+                        live = source.patched(item, max(lengths))
+                        logger.info("Hiding passkeys under %s in %d tokens", parts[item]["label"], size)
+                        part |= _measure_passkeys(live, source.tokenizer, size, depths, passkey_trials, seed, progress)
+                        part |= {"device": source.device_name, "versions": _versions()}
+                retrieval.setdefault(item, {})[size] = part
+    finally:
+        source.restore()
 
     rows = []
     native = next((parts[item] for item in (NATIVE, _SHORT_NATIVE) if item in parts), None)
@@ -281,6 +297,18 @@ def evaluate(
     return results
 
 
+def _lengths(name: str, values: Any) -> list[int]:
+    try:
+        found = sorted({operator.index(value) for value in values})  # numpy's numbers too
+    except TypeError:
+        raise ValueError(
+            f"{name}={values!r} is not allowed; give a list of lengths in tokens, such as [2048, 8192]."
+        ) from None
+    for length in found:
+        check_int(name, length, low=4, why="a context length in tokens")
+    return found
+
+
 # ---------------------------------------------------------------------- the model
 
 
@@ -313,9 +341,9 @@ class _Source:
             # A patched one may hold trained weights that unpatching would drop.
             self._model = copy.deepcopy(model) if _is_patched(model) else model
             self.tokenizer = tokenizer
-            self.place = "a loaded model"
             self.fingerprint = _hash_weights(model)
             self.name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+            self.place = f"a loaded model ({self.name})"
         else:
             self._where = model
             self.place = str(model)
@@ -368,18 +396,22 @@ class _Source:
             }
         return self._facts
 
+    def check(self, item: Any, made_for: int, longest: int) -> None:
+        """Try an encoding on a copy without weights, before anything is measured.
+
+        Raises:
+            ValueError: the model cannot take it, or cannot be fed `longest` tokens with it.
+        """
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        twin = copy.deepcopy(self.model, {id(weight): _weightless(weight) for weight in weights})
+        _put(twin, item, made_for)
+        limits.check_length(twin, "lengths", longest)
+
     def patched(self, item: Any, made_for: int) -> nn.Module:
         """The model with another encoding in force."""
-        from hf_posenc.patch import patch, unpatch
-
         self.facts()  # of the model as it was loaded
-        if item == SAVED:  # measured before all others
-            assert self._state == SAVED
-        elif item in (NATIVE, _SHORT_NATIVE):
-            if _is_patched(self.model):
-                unpatch(self.model)
-        else:
-            patch(self.model, item, context_length=made_for if _open(item) else None)
+        assert item != SAVED or self._state == SAVED  # which is measured before all others
+        _put(self.model, item, made_for)
         self._state = item
         return self.model
 
@@ -389,6 +421,22 @@ class _Source:
             from hf_posenc.patch import unpatch
 
             unpatch(self.model)
+
+
+def _put(model: nn.Module, item: Any, made_for: int) -> None:
+    """Put an encoding in force; `SAVED` is what is."""
+    from hf_posenc.patch import patch, unpatch
+
+    if item in (NATIVE, _SHORT_NATIVE):
+        if _is_patched(model):
+            unpatch(model)
+    elif item != SAVED:
+        patch(model, item, context_length=made_for if _open(item) else None)
+
+
+def _weightless(weight: Tensor) -> Tensor:
+    empty = weight.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(weight, nn.Parameter) else empty
 
 
 def _is_patched(model: nn.Module) -> bool:
@@ -500,21 +548,26 @@ def _hash_weights(model: nn.Module) -> str:
     )
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        flat = weight.detach().reshape(-1)
-        if flat.numel() > 1 << 20:  # sampled: two checkpoints of one model differ everywhere
-            flat = flat[:: flat.numel() >> 18]
-        digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(weight.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy())
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # which of its adapters act, and how much
+            acts = (module.active_adapters, module.scaling, getattr(module, "disable_adapters", False))
+            digest.update(f"{name} {acts}".encode())
     return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------- the parts
 
 
+def _part_file(folder: Path | None, key: dict[str, Any]) -> Path | None:
+    digest = hashlib.sha256(json.dumps(plain(key), sort_keys=True).encode()).hexdigest()
+    return None if folder is None else folder / "parts" / f"{digest[:32]}.json"
+
+
 @contextlib.contextmanager
 def _part(folder: Path | None, key: dict[str, Any], fresh: bool, processes: Processes) -> Iterator[dict[str, Any]]:
     """The finished part with this key, or an empty dict to fill, which is then written whole."""
-    digest = hashlib.sha256(json.dumps(plain(key), sort_keys=True).encode()).hexdigest()
-    path = None if folder is None else folder / "parts" / f"{digest[:32]}.json"
+    path = _part_file(folder, key)
     part: dict[str, Any] = {}
     if path is not None and not fresh and path.is_file():
         with contextlib.suppress(ValueError):  # a damaged one is measured again
@@ -557,13 +610,14 @@ def _measure(
     """
     began = time.time()
     longest = max(lengths)
-    blocks = text.blocks(block_length) if stride is None else text.documents
+    cut = stride is None and options["definition"] != "disjoint"  # whose windows cut documents by themselves
+    blocks = text.blocks(block_length) if cut else text.documents
     results: dict[int, PerplexityResult] = {}
     seconds: dict[int, float] = {}
     for length in lengths if separate else [longest]:
         start = time.time()
         pieces = blocks
-        if length < block_length and stride is None:
+        if length < block_length and cut:
             room = length - (text.bos is not None)
             pieces = [block[:room] for block in blocks]
         pieces = [piece for piece in pieces if len(piece) > 1]

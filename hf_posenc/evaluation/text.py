@@ -72,7 +72,12 @@ def read_text(
     """
     if max_tokens is not None:
         check_int("max_tokens", max_tokens, low=longest, why="it must hold at least one block of the longest length")
-    sources = [str(texts)] if isinstance(texts, (str, Path)) else [str(item) for item in texts]
+    given = [texts] if isinstance(texts, (str, Path)) else texts
+    if not isinstance(given, Sequence) or not all(isinstance(item, (str, Path)) for item in given):
+        raise ValueError(f"texts={texts!r} is not allowed; name files, folders or data sets.")
+    if documents is not None and (isinstance(documents, str) or not all(isinstance(item, str) for item in documents)):
+        raise ValueError("documents is not a list of texts; give each document as one string.")
+    sources = [str(item) for item in given]
     if documents is None:
         if not sources or not all(source.strip() for source in sources):
             raise ValueError("texts is empty, or one of them is ''; name a text file, a folder of them, or a data set.")
@@ -87,12 +92,12 @@ def read_text(
     bos_id = _bos(tokenizer, bos)
     budget = None if max_tokens is None or concatenate else max_tokens
     tokens: list[Tensor] = []
-    sizes: list[int] = []
+    written: list[str] = []
     for document in documents:
         ids = tokenize(tokenizer, document)
         if len(ids) > 1:
             tokens.append(ids)
-            sizes.append(len(document.encode("utf-8")))
+            written.append(document)
         if concatenate and max_tokens is not None and sum(map(len, tokens)) >= max_tokens:
             break
         # Documents that hold a whole block come first, so the budget may be full before the last one is read.
@@ -101,38 +106,44 @@ def read_text(
     special = set(tokenizer.all_special_ids)
     if all(token in special for ids in tokens for token in ids.tolist()):
         raise ValueError(f"There is nothing to predict in {', '.join(sources)}: it holds only special tokens.")
-    if concatenate:
-        end = tokenizer.eos_token_id
-        separator = torch.tensor([] if end is None else [end], dtype=torch.int64)
-        joined = torch.cat([piece for ids in tokens for piece in (ids, separator)])
-        tokens, sizes = [joined[: len(joined) - len(separator)]], [sum(sizes)]
-    found = max(len(ids) for ids in tokens)
+    end = tokenizer.eos_token_id if concatenate else None
+    separator = torch.tensor([] if end is None else [end], dtype=torch.int64)
+    lengths = [len(ids) + len(separator) for ids in tokens]
+    found = sum(lengths) - len(separator) if concatenate else max(lengths)
     if found < longest:
         more = "" if concatenate else " Or join the documents: concatenate=True."
         raise ValueError(
             f"The longest document has {found} tokens, which is less than the longest length asked for ({longest})."
             f" Give longer text, or lengths up to {found}.{more}"
         )
-    if max_tokens is not None:
-        tokens, sizes = _within_budget(tokenizer, tokens, sizes, max_tokens, longest)
-    return Text(sources, tokens, sum(sizes), bos_id, concatenate)
-
-
-def _within_budget(
-    tokenizer: Any, tokens: list[Tensor], sizes: list[int], max_tokens: int, longest: int
-) -> tuple[list[Tensor], list[int]]:
-    """Documents that hold a block of the longest length first, in their order; the last one is cut."""
+    # Documents that hold a block of the longest length first, in their order, unless all are one.
+    order = sorted(range(len(tokens)), key=lambda i: not concatenate and len(tokens[i]) < longest)
+    left = sum(lengths) if max_tokens is None else max_tokens
     kept: list[Tensor] = []
-    bytes_kept: list[int] = []
-    for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i]) < longest):
-        left = max_tokens - sum(map(len, kept))
-        if left < 2:
+    num_bytes = 0
+    for i in order:
+        if left < (1 if concatenate else 2):
             break
         ids = tokens[i][:left]
         kept.append(ids)
-        whole = len(ids) == len(tokens[i])
-        bytes_kept.append(sizes[i] if whole else len(tokenizer.decode(ids.tolist()).encode("utf-8")))
-    return kept, bytes_kept
+        left -= lengths[i]
+        num_bytes += _bytes(tokenizer, written[i], len(ids), whole=len(ids) == len(tokens[i]))
+    if concatenate:
+        pieces = [piece for ids in kept for piece in (ids, separator)]
+        joined = torch.cat(pieces[:-1])
+        kept = [joined if max_tokens is None else joined[:max_tokens]]
+    return Text(sources, kept, num_bytes, bos_id, concatenate)
+
+
+def _bytes(tokenizer: Any, text: str, count: int, whole: bool) -> int:
+    """Bytes of UTF-8 that the first `count` tokens of `text` stand for."""
+    if whole:
+        return len(text.encode("utf-8"))
+    if not getattr(tokenizer, "is_fast", False):
+        ids = tokenize(tokenizer, text)[:count].tolist()
+        return len(tokenizer.decode(ids, clean_up_tokenization_spaces=False).encode("utf-8"))
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    return len(text[: encoded["offset_mapping"][count - 1][1]].encode("utf-8"))
 
 
 def _load_texts(sources: list[str], tokenizer: Any) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,27 @@ def merged(adapter: Path, *, dtype: Any = None, device_map: Any = None, base: st
         raise ValueError(f"The adapter {str(adapter)!r} does not name its base model; give base=.")
     masked = "MaskedLM" in str((config.get("auto_mapping") or {}).get("base_model_class", ""))
     tokenizer = load_tokenizer(adapter if has_tokenizer(adapter) else source, needed=False)
-    model = load_weights(source, dtype, device_map, task="masked" if masked else "causal")
-    model = load_adapter(model, adapter).merge_and_unload()
+    with _whole_models():
+        model = load_weights(source, dtype, device_map, task="masked" if masked else "causal")
+        model = load_adapter(model, adapter).merge_and_unload()
     if not model.config.tie_word_embeddings:
         _untie(model)
     return drop_silent_native(model), tokenizer
+
+
+@contextlib.contextmanager
+def _whole_models() -> Iterator[None]:
+    """Models that are loaded here are this process's alone, also while DeepSpeed's ZeRO-3 trains: transformers would
+    share them out among all processes, of which only one merges.
+    """
+    from transformers.integrations import deepspeed
+
+    config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config
 
 
 def _untie(model: nn.Module) -> None:
