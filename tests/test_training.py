@@ -852,6 +852,18 @@ BASE = ["--model", "m", "--train_text", "t", "--output_dir", "o"]
         ([*BASE, "--streaming", "true"], "needs --max_steps"),
         ([*BASE, "--eval_strategy", "steps"], "needs --eval_text"),
         ([*BASE, "--train_weights", "1", "2"], "2 numbers for 1 sources"),
+        ([*BASE, "--pose_chunks", "2", "--position_skipping", "none"], "goes with --position_skipping pose, not none"),
+        ([*BASE, "--qlora", "true", "--lora", "false"], "does not go with --lora false"),
+        ([*BASE, "--max_steps", "0"], "--max_steps 0 is not allowed"),
+        ([*BASE, "--max_steps", "-7"], "--max_steps -7 is not allowed"),
+        ([*BASE, "--num_train_epochs", "0"], "--num_train_epochs 0.0 is not allowed"),
+        ([*BASE, "--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0 is not allowed"),
+        ([*BASE, "--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0 is not allowed"),
+        ([*BASE, "--learning_rate", "nan"], "--learning_rate nan is not allowed"),
+        ([*BASE, "--adam_beta2", "1"], "--adam_beta2 1.0 is not allowed"),
+        ([*BASE, "--train_weights", "nan"], "--train_weights nan is not allowed"),
+        ([*BASE, "--train_weights", "inf"], "--train_weights inf is not allowed"),
+        ([*BASE, "--report_to", "clearml"], "--report_to clearml: "),
         (["--model", "m", "--train_text", "t"], "--output_dir is needed"),
         (["--model", "m", "--output_dir", "o"], "--train_text is needed"),
         (["missing.yaml"], "cannot be read"),
@@ -893,6 +905,83 @@ def test_a_patched_encoder_is_still_one(saved: Callable[..., str], text: str, tm
     patch(load_model(saved("bert"), task="masked")[0], "rope").save_pretrained(tmp_path / "patched")
     with pytest.raises(ValueError, match="bert sees both sides"):
         finetune(arguments(tmp_path / "out", "--model", str(tmp_path / "patched"), "--train_text", text))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"max_steps: [2]", "max_steps: [2] is not allowed; it must be a whole number"),
+        (b"max_steps: true", "max_steps: True is not allowed; it must be a whole number"),
+        (b"max_steps: 2.5", "max_steps: 2.5 is not allowed; it must be a whole number"),
+        (b"learning_rate: null", "learning_rate: nothing is given for it"),
+        (b"learning_rate: fast", "learning_rate: 'fast' is not allowed; it must be a number"),
+        (b"lora: 2", "lora: 2 is not allowed; it must be true or false"),
+        (b"train_text: {a: 1}", "train_text: {'a': 1} is not allowed; it must be text"),
+        (b"eval_lengths: [16, [32]]", "eval_lengths: [32] is not allowed; it must be a whole number"),
+        (b"packing: tight", "packing: 'tight' is not allowed; it must be one of auto, pack, cut"),
+        (b"pose_chunks: 2\nposition_skipping: none", "goes with --position_skipping pose, not none"),
+        (b"\xff\xfe\x00", "is not YAML"),
+    ],
+)
+def test_values_of_another_type_in_a_file_are_refused(
+    tmp_path: Path, line: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_bytes(line)
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments([str(experiment), *BASE, "--context_length", "64"])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_values_of_every_type_in_a_file_are_taken(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text(
+        "train_text: [a, 7]\nlearning_rate: 1e-4\nmax_steps: 8.0\nlora: yes\nmerge: 'false'\nsave_strategy: no\n"
+        "lr_scheduler_kwargs: {a: 1}\nreport_to: [none]\nresume_from_checkpoint: true\nrun_name: 5\n"
+        "data_seed: null\nwarmup_steps: 0.1\n",
+        encoding="utf-8",
+    )
+    ours, training = parse_arguments([str(experiment), "--model", "m", "--output_dir", "o"])
+    assert (ours.train_text, ours.lora, ours.merge) == (["a", "7"], True, False)
+    assert (training.learning_rate, training.max_steps, training.warmup_steps) == (1e-4, 8, 0.1)
+    assert (training.lr_scheduler_kwargs, training.report_to, training.run_name) == ({"a": 1}, [], "5")
+    assert training.save_strategy == "no" and str(training.resume_from_checkpoint).lower() == "true"
+
+
+def test_the_command_line_wins_over_what_a_file_implies(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    base = "train_text: t\noutput_dir: o\ncontext_length: 64\nblock_length: 16\n"
+    experiment.write_text(base + "model: m\npose_chunks: 2\nqlora: false\nmax_steps: 7\n", encoding="utf-8")
+    ours, _ = parse_arguments([str(experiment), "--position_skipping", "none"])
+    assert (ours.position_skipping, ours.pose_chunks, ours.packing) == ("none", None, "pack")
+    ours, _ = parse_arguments([str(experiment), "--position-skipping=random"])
+    assert ours.position_skipping == "random"
+    ours, _ = parse_arguments([str(experiment), "--position_skipping", "pose"])
+    assert (ours.position_skipping, ours.pose_chunks) == ("pose", 2)
+    _, training = parse_arguments([str(experiment), "--num_train_epochs", "2"])
+    assert (training.num_train_epochs, training.max_steps) == (2, -1)
+    ours, _ = parse_arguments([str(experiment), "--from_scratch", "c", "--tokenizer", "t"])
+    assert (ours.model, ours.from_scratch) == (None, "c")
+    experiment.write_text(base + "model: m\nposition_skipping: none\nqlora: true\n", encoding="utf-8")
+    ours, _ = parse_arguments([str(experiment), "--pose_chunks", "3", "--lora", "false"])
+    assert (ours.position_skipping, ours.pose_chunks, ours.lora, ours.qlora) == ("pose", 3, False, False)
+
+
+def test_processes_that_would_not_find_each_other_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(TrainingArguments, "world_size", 1)
+    with pytest.raises(SystemExit):
+        parse_arguments([*BASE[:-1], str(tmp_path / "out")])
+    assert "2 processes were started" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_cpu_is_used_where_accelerate_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, expected in (("True", True), ("False", False)):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", said)
+        assert parse_arguments([*BASE, "--report_to", "none"]).training.use_cpu is expected
 
 
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
+from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_posenc.training.callbacks import Fading
 
@@ -119,18 +124,49 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
+    plain = {name: action.default for name, action in _options(parser).items()}
     try:
-        if argv and not argv[0].startswith("-"):
-            _apply_file(parser, argv.pop(0))
+        in_file = _apply_file(parser, argv.pop(0)) if argv and not argv[0].startswith("-") else {}
         named, unknown = parser.parse_known_args(argv)
         if unknown:
             _reject(unknown, parser)
+        given = {word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
+        _check_level({name: getattr(named, name) for name in given if hasattr(named, name)})
+        parser.set_defaults(**{name: plain[name] for name in _outdone(vars(named), given) - given if name in plain})
+        _check_level({name: value for name, value in in_file.items() if name not in given})
         if not named.output_dir:
             raise ValueError("--output_dir is needed: the folder that the adapted model is written to.")
         ours, training = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)[:2]
         return Arguments(*check(ours, training))
     except (ValueError, ImportError) as error:
         parser.error(str(error))
+
+
+def _outdone(values: Mapping[str, Any], given: set[str]) -> set[str]:
+    """Options of a file that have no say any more beside what was `given` on the command line."""
+    rivals = {
+        "pose_chunks": {"position_skipping"},
+        "position_skipping": {"none": {"pose_chunks", "length_curriculum"}, "random": {"pose_chunks"}},
+        "lora": {False: {"qlora"}},
+        "model": {"from_scratch"},
+        "from_scratch": {"model"},
+        "num_train_epochs": {"max_steps"},
+        "gradient_checkpointing": {"activation_checkpointing"},
+    }
+    found: set[str] = set()
+    for name in given & rivals.keys():
+        rival = rivals[name]
+        found |= rival.get(values[name], set()) if isinstance(rival, dict) else rival
+    return found
+
+
+def _check_level(values: Mapping[str, Any]) -> None:
+    """Raise where options given in one place, a command line or a file, contradict each other."""
+    skipping = values.get("position_skipping", "pose")
+    if values.get("pose_chunks") is not None and skipping != "pose":
+        raise ValueError(f"--pose_chunks goes with --position_skipping pose, not {skipping}.")
+    if values.get("qlora") and values.get("lora") is False:
+        raise ValueError("--qlora is an adapter over 4 bits: it does not go with --lora false.")
 
 
 def make_parser() -> HfArgumentParser:
@@ -157,6 +193,8 @@ def make_parser() -> HfArgumentParser:
         logging_steps=10,
         bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         report_to="tensorboard" if importlib.util.find_spec("tensorboard") else "none",
+        # What accelerate launch was told. Without it the processes that it starts on a CPU would not find each other.
+        use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU"),
     )
     return parser
 
@@ -174,6 +212,7 @@ def check(ours: FinetuneArguments, training: TrainingArguments) -> tuple[Finetun
     if ours.from_scratch is not None and ours.tokenizer is None:
         raise ValueError("--from_scratch needs --tokenizer: a new model has none of its own.")
     _check_numbers(ours)
+    _check_training(training)
     if ours.pose_chunks is not None and ours.position_skipping == "random":
         raise ValueError("--pose_chunks goes with --position_skipping pose, not random.")
     if ours.pose_chunks is not None:
@@ -254,8 +293,47 @@ def _check_numbers(ours: FinetuneArguments) -> None:
         raise ValueError(f"--lora_dropout {ours.lora_dropout} is not allowed; it must be at least 0 and below 1.")
     if ours.eval_lengths is not None and min(ours.eval_lengths) < 2:
         raise ValueError(f"--eval_lengths {min(ours.eval_lengths)} is not allowed; it must be at least 2.")
-    if ours.train_weights is not None and min(ours.train_weights) <= 0:
-        raise ValueError(f"--train_weights {min(ours.train_weights)} is not allowed; it must be above 0.")
+    for weight in ours.train_weights or ():
+        if not 0 < weight < math.inf:
+            raise ValueError(f"--train_weights {weight} is not allowed; it must be a number above 0.")
+
+
+def _check_training(training: TrainingArguments) -> None:
+    """What TrainingArguments takes without a word and the Trainer fails at, or does something else with.
+
+    Raises:
+        ValueError: a number out of its range, a reporter whose package is missing, or processes that do not find each
+            other.
+    """
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if processes > 1 and training.world_size == 1:
+        raise ValueError(
+            f"{processes} processes were started (WORLD_SIZE), and each would train for itself: give --use_cpu where "
+            "they shall run on the CPU, or start one."
+        )
+    if training.max_steps != -1 and training.max_steps < 1:
+        raise ValueError(
+            f"--max_steps {training.max_steps} is not allowed; it must be at least 1, or -1 to go by "
+            "--num_train_epochs."
+        )
+    if training.max_steps == -1 and not 0 < training.num_train_epochs < math.inf:
+        raise ValueError(f"--num_train_epochs {training.num_train_epochs} is not allowed; it must be above 0.")
+    lows = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1}
+    lows |= {"learning_rate": 0, "weight_decay": 0, "warmup_steps": 0, "max_grad_norm": 0, "seed": 0, "data_seed": 0}
+    lows |= {"dataloader_num_workers": 0, "adam_epsilon": 0}
+    for name, low in lows.items():
+        value = getattr(training, name)
+        if value is not None and not low <= value < math.inf:
+            raise ValueError(f"--{name} {value} is not allowed; it must be at least {low}, and finite.")
+    for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
+        if not 0 <= getattr(training, name) < 1:
+            raise ValueError(f"--{name} {getattr(training, name)} is not allowed; it must be at least 0 and below 1.")
+    for reporter in training.report_to or ():
+        try:
+            for callback in get_reporting_integration_callbacks([reporter]):
+                callback()
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(f"--report_to {reporter}: {error} Or give --report_to none.") from error
 
 
 def _options(parser: HfArgumentParser) -> dict[str, Any]:
@@ -277,8 +355,8 @@ def _reject(unknown: Sequence[str], parser: HfArgumentParser) -> None:
     raise ValueError(f"Unknown option {name}.{_nearest('--' + name.lstrip('-').replace('-', '_'), known)}")
 
 
-def _apply_file(parser: HfArgumentParser, name: str) -> None:
-    """Make the values of a YAML file the parser's defaults."""
+def _apply_file(parser: HfArgumentParser, name: str) -> dict[str, Any]:
+    """Make the values of a YAML file the parser's defaults, and return them."""
     import yaml
 
     path = Path(name)
@@ -290,7 +368,7 @@ def _apply_file(parser: HfArgumentParser, name: str) -> None:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"The experiment {name!r} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"The experiment {name!r} is not YAML: {error}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"The experiment {name!r} must be a list of `option: value` lines.")
@@ -304,29 +382,62 @@ def _apply_file(parser: HfArgumentParser, name: str) -> None:
             raise ValueError(f"{name}: unknown option {key!r}.{_nearest(option, list(options))}")
         defaults[option] = _value(value, option, options[option], name)
     parser.set_defaults(**defaults)
+    return defaults
 
 
 def _value(value: Any, option: str, action: Any, file: str) -> Any:
+    """A value of a file as the command line would have it.
+
+    Raises:
+        ValueError: it is of another type than the option.
+    """
     if option == "encoding" and isinstance(value, dict):
         from hf_posenc.encoding import Encoding
 
         return str(Encoding.from_dict(value))
-    if action.nargs == "+" and value is not None and not isinstance(value, list):
-        value = [value]
-    if action.type is int and isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"{file}: {option}: {value} is not allowed; it must be a whole number.")
-    if action.type in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return action.type(value)
-    if action.choices and value is not None and value not in action.choices:
-        raise ValueError(
-            f"{file}: {option}: {value!r} is not allowed; it must be one of {', '.join(map(str, action.choices))}."
-        )
-    if isinstance(value, list) and action.type in (int, float):
-        try:
-            return [action.type(item) for item in value]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}: {option}: {value} is not allowed; it must be numbers.") from error
+    if value is None:
+        if action.default is not None:
+            raise ValueError(f"{file}: {option}: nothing is given for it. Give a value, or leave the line out.")
+        return None
+    if isinstance(value, dict) and (action.type is dict or option in TrainingArguments._VALID_DICT_FIELDS):
+        return value
+    if action.nargs == "+" or (option in ("report_to", "optim_target_modules") and isinstance(value, list)):
+        return [_scalar(item, option, action, file) for item in (value if isinstance(value, list) else [value])]
+    return _scalar(value, option, action, file)
+
+
+def _scalar(value: Any, option: str, action: Any, file: str) -> Any:
+    if action.choices:
+        value = "no" if value is False and "no" in action.choices else value  # as YAML reads a bare no
+        kind, fits = f"one of {', '.join(map(str, action.choices))}", value in list(action.choices)
+    elif action.type in (int, float):
+        kind, fits = ("a whole number" if action.type is int else "a number"), _is_number(value, action.type)
+        value = action.type(float(value)) if fits else value
+    elif action.type is string_to_bool:
+        words = ("true", "false", "yes", "no", "on", "off")
+        kind, fits = "true or false", isinstance(value, bool) or str(value).lower() in words
+        if option == "include_num_input_tokens_seen":
+            kind, fits = "true, false, all, non_padding or no", fits or value in ("all", "non_padding")
+        elif fits and isinstance(value, str):
+            value = value.lower() in ("true", "yes", "on")
+    else:
+        may_be_true = option in ("resume_from_checkpoint", "fsdp")
+        kind, fits = "text", isinstance(value, (str, int, float)) and (may_be_true or not isinstance(value, bool))
+        value = str(value) if fits else value
+    if not fits:
+        raise ValueError(f"{file}: {option}: {value!r} is not allowed; it must be {kind}.")
     return value
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """YAML reads 1e-4 as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return False
+    try:
+        number = float(value)
+    except ValueError:
+        return False
+    return kind is float or number.is_integer()
 
 
 def settings(ours: FinetuneArguments) -> dict[str, Any]:
