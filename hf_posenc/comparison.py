@@ -73,26 +73,36 @@ def compare(
     from hf_posenc.evaluation.files import output_folder, refuse_others_report
     from hf_posenc.evaluation.processes import Processes
     from hf_posenc.evaluation.report import write_report
-    from hf_posenc.evaluation.text import read_text
+    from hf_posenc.evaluation.text import Text, read_text
     from hf_posenc.models import fingerprint, load_tokenizer
 
     names = _names(models)
     refuse_others_report(output_folder(output), [(fingerprint(model), str(model)) for model in models])
-    hashes = []
+    read: list[Text] = []
     for model, name in zip(models, names, strict=True):
         chosen = {k: options.get(k) for k in ("documents", "max_tokens", "bos")}
         joined = options.get("concatenate", False)
         text = read_text(load_tokenizer(model), texts, concatenate=joined, longest=max(lengths, default=2), **chosen)
-        hashes.append(text.digest)
-        _refuse_other_text(name, text.digest, hashes[0])
+        read.append(text)
+        _refuse_other_text(name, text.digest, read[0].digest)
+        if text.bos != read[0].bos:
+            raise ValueError(
+                f"{name!r} puts the start token {text.bos} before each window and {names[0]!r} {read[0].bos}, so that"
+                " their numbers do not compare. Evaluate both without one: bos=False (--bos never)."
+            )
     evaluations = [
-        (name, evaluate(model, encodings, texts, lengths, output / "parts" / name.replace("/", "-"), **options))
+        (name, evaluate(model, encodings, texts, lengths, output / "parts" / _folder(name), **options))
         for model, name in zip(models, names, strict=True)
     ]
     results = combined(evaluations, "Comparison by context length")
     if Processes.find().is_first:
         write_report(results, output)
     return results
+
+
+def _folder(name: str) -> str:
+    """A folder name for each name: `x/m` and `x-m` have different ones."""
+    return name.replace("-", "--").replace("/", "-")
 
 
 def _labelled(prefix: str, label: str) -> str:

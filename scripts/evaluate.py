@@ -10,6 +10,9 @@ On several, with the same numbers:
 
     accelerate launch --num_processes 2 scripts/evaluate.py MODEL --encoding native --encoding yarn:factor=2 \\
         --text book.txt --lengths 2048,8192,16384 --output report
+
+Without a GPU, `accelerate launch --config_file examples/accelerate/cpu_2.yaml` starts two processes; `--num_processes`
+alone starts one there.
 """
 
 import importlib.util

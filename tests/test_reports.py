@@ -421,6 +421,27 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path, t
     assert "perplexity" not in parts
 
 
+def test_models_are_compared_only_where_both_begin_alike(tmp_path: Path, text: Path) -> None:
+    """A start token before the windows of one: refused before either is measured, with the way out."""
+    folders = [tmp_path / "x" / "m", tmp_path / "x-m"]
+    for place, bos in zip(folders, (False, True), strict=True):
+        tiny_llama(max_position_embeddings=256).save_pretrained(place)
+        letters(bos=bos).save_pretrained(place)
+    names = [str(place) for place in folders]
+    with pytest.raises(ValueError, match="bos=False"):
+        compare(names, ["native"], [text], [256], tmp_path / "out", progress=False)
+    assert not list((tmp_path / "out").rglob("*.json"))
+    both = compare(names, ["native"], [text], [256], tmp_path / "out", bos=False, progress=False)
+    assert len(both["encodings"]) == 2
+
+
+def test_an_adapter_that_transformers_opened_is_a_causal_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_llama(max_position_embeddings=256)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    assert perplexity(model, torch.arange(3, 60), window=16).tokens == 56
+
+
 def test_text_of_special_tokens_only_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="only special tokens"):
         evaluate(folder, documents=["<e><e><s><e>"], lengths=[4])

@@ -73,7 +73,9 @@ def hard_limit(model: nn.Module) -> tuple[int, str] | None:
 
 def check_causal(model: nn.Module) -> None:
     """Raise a ValueError for a model that sees the targets it would be scored on."""
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    inner: Any = model
+    if callable(getattr(model, "get_base_model", None)):  # PEFT's wrapper; transformers' own adapters have none
+        inner = model.get_base_model()  # type: ignore[operator]
     config, name = text_config(inner), type(inner).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} is an encoder-decoder; perplexity needs a causal language model.")

@@ -267,7 +267,7 @@ def evaluate(
             "title": title or f"{source.name} by context length",
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": shlex.join(command if command is not None else sys.argv),
-            "versions": _versions(),
+            "versions": _all_versions([_versions(), *(part["versions"] for part in measured)]),
             "device": "; ".join(dict.fromkeys(part["device"] for part in measured)),
             "processes": processes.count,
             "model": source.facts(),
@@ -744,6 +744,12 @@ def against(row: dict[str, Any], native: dict[str, Any] | None) -> dict[str, Any
     twin = next((r for r in native["rows"] if r["length"] == row["length"]), None) if native else None
     change = float(row["perplexity"]) / float(twin["perplexity"]) - 1 if twin else None
     return {**row, "change_against_native": change}
+
+
+def _all_versions(found: list[dict[str, str]]) -> dict[str, str]:
+    """By package; several where finished parts were measured with another one."""
+    names = dict.fromkeys(name for versions in found for name in versions)
+    return {name: "; ".join(dict.fromkeys(v[name] for v in found if name in v)) for name in names}
 
 
 def _versions() -> dict[str, str]:
