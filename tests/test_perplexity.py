@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation import perplexity, pseudo_perplexity
 from hf_posenc.evaluation.likelihood import PerplexityResult
+from hf_posenc.evaluation.scoring import TokenScorer
 from hf_posenc.evaluation.windows import DEFINITIONS, windows
 
 transformers = pytest.importorskip("transformers")
@@ -54,6 +57,10 @@ def tiny(kind: str, positions: int = 64, **changes: Any) -> Any:
 
 def text(n: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def stride_of(definition: str) -> int | None:
+    return None if definition == "disjoint" else 5
 
 
 class ByToken(nn.Module):
@@ -190,7 +197,7 @@ def test_a_model_that_knows_the_next_token_has_perplexity_one() -> None:
         table[token, (token + 1) % 7] = 1e4
     ids = [i % 7 for i in range(40)]
     for definition in DEFINITIONS:
-        assert perplexity(ByToken(table), ids, 10, 5, definition=definition).perplexity == 1.0
+        assert perplexity(ByToken(table), ids, 10, stride_of(definition), definition=definition).perplexity == 1.0
     wrong = [i % 5 for i in range(40)]
     assert perplexity(ByToken(table), wrong, 10, 5).perplexity > 1e3
 
@@ -214,7 +221,7 @@ def test_the_definitions_differ_as_they_should() -> None:
     # The last token's follower is unknown to the stub when it is only predicted, so all tokens are alike.
     ids = [0] * 20
     for definition in DEFINITIONS:
-        result = perplexity(ByContext(cost), ids, 10, 5, definition=definition)
+        result = perplexity(ByContext(cost), ids, 10, stride_of(definition), definition=definition)
         assert result.definition == definition
         assert result.tokens == counts[definition]
         assert math.log(result.perplexity) == pytest.approx(expected[definition], abs=1e-6), definition
@@ -325,7 +332,7 @@ def test_strided_equals_the_loop_by_hand(kind: str) -> None:
 def test_batch_size_does_not_matter(definition: str) -> None:
     model, documents = tiny("llama"), [text(40, 1), text(17, 2), text(2, 3), text(55, 4)]
     results = [
-        perplexity(model, documents, 16, 4, definition=definition, batch_size=size).token_nll
+        perplexity(model, documents, 16, stride_of(definition), definition=definition, batch_size=size).token_nll
         for size in (1, 2, 7, None)
     ]
     for other in results[1:]:
@@ -349,7 +356,18 @@ def test_documents_are_no_context_for_each_other() -> None:
 def test_forms_of_input_agree() -> None:
     model, ids = tiny("gpt2"), text(20)
     expected = perplexity(model, ids, 16).token_nll
-    for form in (ids.tolist(), [ids], [ids.tolist()], ids[None], ids.numpy(), tuple(ids.tolist()), ids.to(torch.int32)):
+    sizes: list[Any] = [np.int64(16), np.int64(8)]
+    assert torch.equal(perplexity(model, ids, *sizes).token_nll, expected)
+    for form in (
+        list(ids.numpy()),
+        ids.tolist(),
+        [ids],
+        [ids.tolist()],
+        ids[None],
+        ids.numpy(),
+        tuple(ids.tolist()),
+        ids.to(torch.int32),
+    ):
         assert torch.equal(perplexity(model, form, 16).token_nll, expected)
 
 
@@ -371,8 +389,12 @@ def test_slices_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(perplexity(model, ids, 60).token_nll, whole, rtol=0, atol=1e-5)
 
 
-def test_a_model_with_capped_logits_is_scored_whole() -> None:
-    """Gemma 2 caps its logits after the output layer: base model + output layer alone would be another model."""
+@pytest.mark.parametrize(("cap", "spread"), [(2.0, 0.3), (30.0, 0.02)])
+def test_a_model_with_capped_logits_is_scored_whole(cap: float, spread: float) -> None:
+    """Gemma 2 caps its logits after the output layer: base model + output layer alone would be another model.
+
+    With small weights the cap does nothing to the first logits that 1e-3 of them would show.
+    """
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=VOCABULARY,
@@ -383,13 +405,52 @@ def test_a_model_with_capped_logits_is_scored_whole() -> None:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=64,
-        final_logit_softcapping=2.0,
-        initializer_range=0.3,
+        final_logit_softcapping=cap,
+        initializer_range=spread,
     )
     model, ids = transformers.Gemma2ForCausalLM(config).eval(), text(40)
+    assert TokenScorer(model, ids).base is None
     loss = float(model(input_ids=ids[None], labels=ids[None]).loss.detach())
     assert perplexity(model, ids, 40).mean_nll == pytest.approx(loss, abs=1e-5)
     assert perplexity(model, ids, 20, 5).tokens == 39
+
+
+class After(nn.Module):
+    """A LLaMA whose logits are changed after the output layer."""
+
+    def __init__(self, inner: Any, change: Any) -> None:
+        super().__init__()
+        self.base_model, self.head, self.change = inner.model, inner.lm_head, change
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        hidden = self.base_model(input_ids=input_ids, attention_mask=attention_mask)[0]
+        return SimpleNamespace(logits=self.change(self.head(hidden)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whatever_follows_the_output_layer_is_seen(dtype: torch.dtype) -> None:
+    model, ids = tiny("llama").to(dtype), text(20)
+    assert TokenScorer(After(model, lambda logits: logits), ids).base is not None
+    for change in (
+        lambda logits: 500 * torch.tanh(logits / 500),
+        lambda logits: logits * 1.01,
+        lambda logits: logits + 1e-3,
+        lambda logits: logits + 1e-3 * (torch.arange(VOCABULARY) == 90).to(dtype),
+        lambda logits: logits.float().clamp(max=1000),
+    ):
+        assert TokenScorer(After(model, change), ids).base is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_stock_models_are_scored_in_slices(kind: str, dtype: torch.dtype) -> None:
+    model = tiny(kind).to(dtype)
+    assert TokenScorer(model, text(20)).base is not None
+    head = model.get_output_embeddings()
+    assert not head._forward_hooks
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # PEFT asks for it
@@ -464,7 +525,15 @@ def test_nan_is_named_not_averaged(batch_size: int) -> None:
         ({"input_ids": [1, 2]}, {}, "dict"),
         ([1, 2, 97], {}, "holds the id 97"),
         ([1, -100, 3], {}, "holds the id -100"),
-        ([1, 2, 3], {"bos": 97}, "97"),
+        ([1, 2, 3], {"bos": 97}, "bos=97"),
+        ([1, 2, 3], {"bos": True}, "bos=True"),
+        ([1, 2, 3], {"bos": False}, "bos=False"),
+        ([1, 2, 3], {"bos": 1.0}, "bos=1.0"),
+        ([1, 2, 3], {"bos": "<s>"}, "bos='<s>'"),
+        ([1, 2, 3], {"window": "64"}, "window='64'"),
+        ([1, 2, 3], {"stride": True}, "stride=True"),
+        ([1, 2, 3], {"stride": 1, "definition": "disjoint"}, "stride=1 is not allowed with definition"),
+        (None, {}, "token_ids of type NoneType"),
         ([1, 2, 3], {"window": 0}, "window=0"),
         ([1, 2, 3], {"window": 2, "stride": 3}, "stride=3"),
         ([1, 2, 3], {"batch_size": 0}, "batch_size=0"),
@@ -476,6 +545,45 @@ def test_nan_is_named_not_averaged(batch_size: int) -> None:
 def test_refused(token_ids: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         perplexity(tiny("gpt2"), token_ids, **options)
+
+
+def test_what_is_no_model_is_named() -> None:
+    for measure in (perplexity, lambda model, ids: pseudo_perplexity(model, ids, 3)):
+        with pytest.raises(ValueError, match="model='llama'"):
+            measure("llama", [1, 2, 3])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_of_nan_is_named(kind: str, value: float) -> None:
+    model = tiny(kind)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = value
+    with pytest.raises(FloatingPointError, match="document 0 at token position 1 "):
+        perplexity(model, text(20), 10)
+
+
+def test_a_logit_of_infinity_is_no_distribution() -> None:
+    table = torch.zeros(3, 3)
+    table[1, 2] = math.inf
+    with pytest.raises(FloatingPointError, match="document 0 at token position 2 "):
+        perplexity(ByToken(table), [0, 1, 0, 0], window=4)
+    table[1, 2] = -math.inf  # a token that is ruled out
+    assert perplexity(ByToken(table), [0, 1, 0, 0], window=4).perplexity < 3
+
+
+def test_a_part_without_targets_has_no_perplexity() -> None:
+    result = perplexity(tiny("llama"), text(20), 20)
+    assert math.isnan(result.within(30, 40).perplexity)
+    wrong: list[tuple[Any, Any, str]] = [
+        (50, 40, "low=50, high=40"),
+        (4, 4, "low=4"),
+        (-1, 4, "low=-1"),
+        (0, 4.5, "4.5"),
+    ]
+    for low, high, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            result.within(low, high)
 
 
 def test_a_window_beyond_the_table_is_named() -> None:
@@ -500,6 +608,14 @@ def test_a_model_that_sees_the_answer_is_refused() -> None:
 def test_a_model_without_logits_is_named() -> None:
     with pytest.raises(ValueError, match="GPT2Model has no logits"):
         perplexity(tiny("gpt2").transformer, [1, 2, 3])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_example_tells_its_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "five_perplexities.py"))["main"]
+    with pytest.raises(SystemExit):
+        main(*arguments)
+    assert "model text [tokens] [window] [stride]" in "".join(capsys.readouterr())
 
 
 # ---------------------------------------------------------------------- encoders
@@ -532,6 +648,12 @@ def test_pseudo_perplexity_masks_each_token_once() -> None:
     assert some.tokens == 5
     with pytest.raises(ValueError, match="32"):
         pseudo_perplexity(model, text(40), 96, window=40)
+    for wrong in (True, None, 97, -1):
+        with pytest.raises(ValueError, match=f"mask_token_id={wrong}"):
+            pseudo_perplexity(model, ids, wrong)  # type: ignore[arg-type]
+    for changes in ({"prefix": True}, {"suffix": 97}, {"batch_size": 0}, {"num_bytes": "9"}, {"seed": None}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            pseudo_perplexity(model, ids, 96, **changes)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- several processes
@@ -544,8 +666,8 @@ from models import threads
 from test_perplexity import text, tiny
 documents = [text(20 + i, i) for i in range(9)]
 with launched() as processes:
-    values = {d: perplexity(tiny("llama"), documents, 16, 4, definition=d, batch_size=2).token_nll.tolist()
-              for d in ("strided", "disjoint")}
+    values = {d: perplexity(tiny("llama"), documents, 16, stride, definition=d, batch_size=2).token_nll.tolist()
+              for d, stride in (("strided", 4), ("disjoint", None))}
     if processes.is_first:
         json.dump({"processes": processes.count, **values}, open(sys.argv[1], "w"))
     assert any("gloo" in name for name in threads())
@@ -582,8 +704,8 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     got = json.loads(output.read_text())
     assert got["processes"] == 2
     documents = [text(20 + i, i) for i in range(9)]
-    for definition in ("strided", "disjoint"):
-        alone = perplexity(tiny("llama"), documents, 16, 4, definition=definition, batch_size=2)
+    for definition, stride in (("strided", 4), ("disjoint", None)):
+        alone = perplexity(tiny("llama"), documents, 16, stride, definition=definition, batch_size=2)
         assert got[definition] == pytest.approx(alone.token_nll.tolist(), abs=1e-5)
         assert sum(got[definition]) == pytest.approx(alone.nll, abs=1e-6 * alone.tokens)
 
@@ -616,3 +738,53 @@ def test_the_harness_agrees_with_disjoint(encoding: str | None) -> None:
         ours = perplexity(model, ids, 16, definition="disjoint", bos=theirs.prefix_token_id)
         assert ours.tokens == len(ids)
         assert ours.nll == pytest.approx(-value, rel=1e-5)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """A folder with a tiny GPT-2 of 256 positions and its tokenizer."""
+    from test_reports import letters
+
+    tiny("gpt2", positions=256).save_pretrained(tmp_path / "gpt2")
+    letters().save_pretrained(tmp_path / "gpt2")
+    return str(tmp_path / "gpt2")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("encodng=alibi", "encodng='alibi' is not an argument of hf-posenc. Did you mean 'encoding'"),
+        ("revision=abc", "revision='abc'"),
+        ("parallelize=True", "parallelize=True"),
+        ("load_in_4bit=True", "load_in_4bit=True"),
+        ("peft=/does/not/exist", "/does/not/exist"),
+        ("context_length=abc", "context_length='abc'"),
+        ("context_length=512", "context_length=512 .*256 rows"),
+        ("max_length=512", "max_length=512 .*256 rows"),
+    ],
+)
+def test_the_harness_refuses_what_it_would_ignore(saved: str, arguments: str, message: str) -> None:
+    pytest.importorskip("lm_eval")
+    from hf_posenc.evaluation import harness
+
+    with pytest.raises(ValueError, match=message):
+        harness.register().create_from_arg_string(f"pretrained={saved},{arguments}", {"device": "cpu"})
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_harness_puts_an_adapter_on(saved: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    peft = pytest.importorskip("peft")
+    import hf_posenc
+    from hf_posenc.evaluation import harness
+
+    model = hf_posenc.patch(tiny("gpt2", positions=256), "alibi")
+    adapter = peft.get_peft_model(model, hf_posenc.lora_config(model, init_lora_weights=False)).eval()
+    adapter.save_pretrained(tmp_path / "adapter")
+    given = f"pretrained={saved},peft={tmp_path / 'adapter'},batch_size=4,revision=main,context_length=512"
+    theirs = harness.register().create_from_arg_string(given, {"batch_size": 1, "device": "cpu"})
+    assert theirs.batch_size == 4 and theirs.max_length == 512
+    ids = text(300)[None]
+    with torch.no_grad():
+        assert torch.allclose(theirs.model(ids).logits, adapter(ids).logits, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 import runpy
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_reports import letters
@@ -236,6 +238,61 @@ def test_a_real_model_is_decoded_greedily_and_batches_do_not_matter() -> None:
     assert first.text == tokenizer.decode(probe[-6:], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("task", ["common_words", "frequent_words"])
+@pytest.mark.parametrize("length", [512, 700])
+def test_answers_are_true_of_the_words_shown(task: str, length: int) -> None:
+    """Not of the whole stream, of which a prompt shows the beginning; and no other words would do as well."""
+    tokenizer = letters()
+    model = Reader(tokenizer, lambda prompt: " nothing")
+    replies = ruler(model, tokenizer, [length], [task], trials=20)[task].replies
+    assert len(replies) == len(model.prompts) == 20
+    for reply, prompt in zip(replies, model.prompts, strict=True):
+        words = prompt.split("\n")[1].split()
+        counts = collections.Counter(words[1::2] if task == "common_words" else words)
+        least = min(counts[answer] for answer in reply.answers)
+        assert len(set(reply.answers)) == 3
+        assert all(count < least for word, count in counts.items() if word not in reply.answers)
+
+
+def test_a_prompt_too_short_for_a_clear_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="lengths: 300 is too short for the task 'common_words'"):
+        ruler(Reader(letters(), lambda prompt: " nothing"), letters(), [300], ["common_words"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_of_nan_is_named_not_marked_wrong(value: float) -> None:
+    tokenizer = letters()
+    tokenizer.pad_token = "<e>"
+    model = tiny_llama(max_position_embeddings=512)
+    with torch.no_grad():
+        model.lm_head.weight[5] = value
+    for batch_size in (1, 2):
+        with pytest.raises(FloatingPointError, match=r"a prompt of 300 tokens \(depth 0\.5\)"):
+            passkey(model, tokenizer, [300], [0.5, 1.0], trials=1, batch_size=batch_size)
+    with pytest.raises(FloatingPointError, match="the answer 'b'"):
+        score_answer(model, tokenizer, "a", "b")
+
+    class Plain(nn.Module):
+        def forward(self, input_ids: Tensor) -> Any:
+            return SimpleNamespace(logits=torch.full((*input_ids.shape, 97), value))
+
+    with pytest.raises(FloatingPointError, match="a prompt of 300 tokens"):
+        passkey(Plain(), tokenizer, [300], [0.5], trials=1)
+
+
+def test_numbers_of_any_type_hide_the_same_keys() -> None:
+    tokenizer = letters()
+    asked: list[Any] = [([600], [0.0, 1.0]), ([600], [0, 1]), (np.array([600]), np.array([0.0, 1.0]))]
+    for probe in (passkey, needle):
+        replies = [probe(Reader(tokenizer, knows_not), tokenizer, n, d, trials=1).replies for n, d in asked]
+        assert replies[0] == replies[1] == replies[2]
+        assert type(replies[2][0].length) is int and type(replies[1][0].depth) is float
+
+
+def knows_not(prompt: str) -> str:
+    return " nothing"
+
+
 def fit_again(tokenizer: Any, reply: Reply) -> Tensor:
     fact = f"The pass key is {reply.answers[0]}. Remember it. {reply.answers[0]} is the pass key."
     return fit(
@@ -261,13 +318,26 @@ def fit_again(tokenizer: Any, reply: Reply) -> Tensor:
         ({"digits": 0}, "digits=0"),
         ({"haystack": "  "}, "haystack"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"lengths": [400]}, "32 rows"),
+        ({"lengths": [400]}, r"^tokens of prompt and reply=\d+ is longer .*32 rows"),
+        ({"lengths": 200}, "lengths=200"),
+        ({"lengths": "200"}, "lengths='200'"),
+        ({"depths": 0.5}, "depths=0.5"),
+        ({"depths": [True]}, "depths: True"),
+        ({"tokenizer": None}, "tokenizer=None"),
+        ({"model": "llama"}, "model='llama'"),
+        ({"haystack": 3}, "haystack"),
+        ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"lengths": [600], "depths": [0.5], "trials": 1}
+    arguments |= {"model": tiny_gpt2(), "tokenizer": letters()}
     with pytest.raises(ValueError, match=message):
-        passkey(tiny_gpt2(), letters(), **(arguments | changes))
+        passkey(**(arguments | changes))
+    with pytest.raises(ValueError, match="tasks=3"):
+        ruler(tiny_gpt2(), letters(), [600], 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="context=None"):
+        score_answer(tiny_gpt2(), letters(), None, "b")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sorting"):
         ruler(tiny_gpt2(), letters(), [600], ["sorting"])
 

@@ -34,8 +34,12 @@ def answer_span(tokenizer: Any, context: str, answer: str) -> tuple[Tensor, int]
     White space at the end of the context counts as the answer's, wherever the caller put it.
 
     Raises:
-        ValueError: a blank answer, or nothing before it.
+        ValueError: a blank answer, nothing before it, or something else than a tokenizer and two texts.
     """
+    prefix = start_tokens(tokenizer)
+    for name, text in (("context", context), ("answer", answer)):
+        if not isinstance(text, str):
+            raise ValueError(f"{name}={text!r} is not allowed; it must be text.")
     if not answer.strip():
         raise ValueError(f"answer={answer!r} is blank; there is nothing to score.")
     stem = context.rstrip()
@@ -49,7 +53,6 @@ def answer_span(tokenizer: Any, context: str, answer: str) -> tuple[Tensor, int]
         alone = tokenizer(stem, add_special_tokens=False, verbose=False)["input_ids"]
         pairs = zip(alone, ids, strict=False)
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone), len(ids) - 1))
-    prefix = start_tokens(tokenizer)
     if first + len(prefix) == 0:
         raise ValueError("context is empty and the tokenizer puts no token before a text: nothing to predict from.")
     return torch.tensor([*prefix, *ids], dtype=torch.int64), first + len(prefix)
@@ -60,22 +63,28 @@ def score_answer(model: nn.Module, tokenizer: Any, context: str, answer: str) ->
 
     Raises:
         ValueError: a blank answer, nothing before it, or a text longer than the model can be fed.
-        FloatingPointError: NaN among the logits.
+        FloatingPointError: NaN or +inf among the logits.
     """
-    ids, first = answer_span(tokenizer, context, answer)
     model = unwrap(model)
-    limits.check_length(model, "context and answer, in tokens:", len(ids))
+    ids, first = answer_span(tokenizer, context, answer)
+    limits.check_length(model, "tokens of context and answer", len(ids))
     with evaluating(model), torch.no_grad():
         logits = logits_of(model, ids[None].to(device_of(model)), first - 1)[0, :-1].float().cpu()
     scores = nats(logits, ids[first:])
     if torch.isnan(scores).any():
-        raise FloatingPointError(f"The model's score of the answer {answer!r} is NaN.")
+        raise FloatingPointError(f"The model's score of the answer {answer!r} is not a number.")
     greedy = bool((logits.argmax(-1) == ids[first:]).all())
     return AnswerScore(float(scores.double().sum()), len(ids) - first, greedy)
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text (a BOS, or nothing). What it puts after one has no place in a prompt."""
+    """What the tokenizer puts before a text (a BOS, or nothing). What it puts after one has no place in a prompt.
+
+    Raises:
+        ValueError: something that is no tokenizer.
+    """
+    if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+        raise ValueError(f"tokenizer={tokenizer!r} is not allowed; it must be the model's tokenizer.")
     whole = tokenizer("a", verbose=False)["input_ids"]
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     for start in range(len(whole) - len(plain) + 1):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import numbers
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,9 @@ class PerplexityResult:
 
     @property
     def mean_nll(self) -> float:
-        """Nats per target, averaged as the definition says: `perplexity` is its exponential."""
+        """Nats per target, averaged as the definition says: `perplexity` is its exponential. NaN without a target."""
+        if not self.tokens:
+            return math.nan
         if self.definition == "window_means":
             total = torch.zeros(self.windows, dtype=torch.float64).index_add_(0, self.window_of, self.token_nll)
             return float((total / torch.bincount(self.window_of)).mean())
@@ -106,7 +109,15 @@ class PerplexityResult:
         return rows
 
     def within(self, low: int, high: int) -> PerplexityResult:
-        """The part of the result whose targets have `low <= tokens seen before < high`. It may be empty."""
+        """The part of the result whose targets have `low <= tokens seen before < high`. It may hold none.
+
+        Raises:
+            ValueError: `low` is not below `high`.
+        """
+        low = check_int("low", low, low=0, why="it is a number of tokens seen")
+        high = check_int("high", high, low=1, why="it is a number of tokens seen")
+        if low >= high:
+            raise ValueError(f"low={low}, high={high} is not allowed; low must be below high.")
         chosen = (self.token_context >= low) & (self.token_context < high)
         windows_left = torch.unique_consecutive(self.window_of[chosen], return_inverse=True)[1]
         return dataclasses.replace(
@@ -184,6 +195,7 @@ def perplexity(
             document if that is shorter).
         stride: tokens between neighbouring windows; smaller gives every target more context and takes longer
             (default: window // 2, so that every target but the first few has at least half a window of context).
+            None for `disjoint`, whose windows do not overlap.
         definition: one of `DEFINITIONS`; `hf_posenc.evaluation.windows.windows` says what each does.
         batch_size: windows of equal length run together (default: what the device runs fastest). No effect on the
             result.
@@ -198,8 +210,8 @@ def perplexity(
 
     Raises:
         ValueError: a document of fewer than two tokens, an id outside the vocabulary, a window that the model cannot
-            be fed, or an argument out of range. Raised before the model runs.
-        FloatingPointError: NaN among the scores, naming the first document and position.
+            be fed, or an argument of another type or out of range. Raised before the model runs.
+        FloatingPointError: NaN or +inf among the logits, naming the first document and position.
     """
     model = unwrap(model)
     documents = as_documents(token_ids)
@@ -209,23 +221,28 @@ def perplexity(
     longest = max(len(document) for document in documents)
     if window is None:
         window = max(2, min(limits.context_length(model) or longest, longest))
-    check_int("window", window, low=2, why="one token to predict from, one to predict")
+    window = check_int("window", window, low=2, why="one token to predict from, one to predict")
     limits.check_length(model, "window", min(window, longest))
     if definition == "disjoint":
-        stride = None
+        if stride is not None:
+            raise ValueError(
+                f'stride={stride} is not allowed with definition="disjoint", whose windows do not overlap.'
+            )
     elif stride is None:
         stride = max(1, window // 2)
     else:
-        check_int("stride", stride, low=1, why="it is the number of tokens between windows")
+        stride = check_int("stride", stride, low=1, why="it is the number of tokens between windows")
         if stride > window:
             raise ValueError(
                 f"stride={stride} is not allowed; it may be at most window={window}, or tokens would be skipped."
             )
     if batch_size is not None:
-        check_int("batch_size", batch_size, low=1, why="it is the number of windows run together")
+        batch_size = check_int("batch_size", batch_size, low=1, why="it is the number of windows run together")
     if num_bytes is not None:
-        check_int("num_bytes", num_bytes, low=1, why="it is the number of bytes of the text")
-    check_ids(model, documents, bos)
+        num_bytes = check_int("num_bytes", num_bytes, low=1, why="it is the number of bytes of the text")
+    check_ids(model, documents)
+    if bos is not None:
+        bos = check_token(model, "bos", bos)
 
     passes = list(_passes(documents, window, stride, definition, bos))
     if not passes:
@@ -279,7 +296,7 @@ def as_documents(token_ids: Any) -> list[Tensor]:
     if isinstance(token_ids, Tensor) and token_ids.ndim == 2:
         items: list[Any] = list(token_ids)
     elif isinstance(token_ids, Tensor) or (
-        isinstance(token_ids, Sequence) and token_ids and isinstance(token_ids[0], int)
+        isinstance(token_ids, Sequence) and token_ids and isinstance(token_ids[0], numbers.Integral)
     ):
         items = [token_ids]
     elif hasattr(token_ids, "ndim") and hasattr(token_ids, "tolist") and not isinstance(token_ids, Sequence):  # numpy
@@ -316,7 +333,7 @@ def as_documents(token_ids: Any) -> list[Tensor]:
     return documents
 
 
-def check_ids(model: nn.Module, documents: list[Tensor], *extra: int | None) -> None:
+def check_ids(model: nn.Module, documents: list[Tensor]) -> None:
     """Raise where a token id lies outside the model's vocabulary: on a GPU that is an assertion which kills the
     process."""
     size = vocabulary_of(model)
@@ -325,9 +342,15 @@ def check_ids(model: nn.Module, documents: list[Tensor], *extra: int | None) -> 
         if low < 0 or (size is not None and high >= size):
             wrong = low if low < 0 else high
             raise ValueError(f"token_ids: document {index} holds the id {wrong}; {_allowed(size)}")
-    for token in extra:
-        if token is not None and (not isinstance(token, int) or token < 0 or (size is not None and token >= size)):
-            raise ValueError(f"Token id {token!r} is not allowed; {_allowed(size)}")
+
+
+def check_token(model: nn.Module, name: str, value: Any) -> int:
+    """`value` as an int, where it is a token id of the model's vocabulary (True and False are none)."""
+    size = vocabulary_of(model)
+    possible = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    if not possible or value < 0 or (size is not None and value >= size):
+        raise ValueError(f"{name}={value!r} is not allowed; it must be a token id: {_allowed(size)}")
+    return int(value)
 
 
 def _allowed(size: int | None) -> str:
@@ -405,8 +428,9 @@ def _refuse_nan(scores: Tensor, item: _Pass) -> None:
     if len(wrong):
         position = item.first_target + int(wrong[0])
         raise FloatingPointError(
-            f"The model's score is NaN in document {item.document} at token position {position} (window {item.begin} .."
-            f" {item.end}). In float16 this is usually an overflow: load the model in bfloat16 or float32."
+            f"The model's score is not a number in document {item.document} at token position {position} (window"
+            f" {item.begin} .. {item.end}). In float16 this is usually an overflow: load the model in bfloat16 or"
+            " float32."
         )
 
 

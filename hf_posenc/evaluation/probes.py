@@ -92,7 +92,7 @@ class RetrievalResult:
 
 def words_of(text: str) -> Iterator[str]:
     """The words of `text`, over and over."""
-    words = text.split()
+    words = text.split() if isinstance(text, str) else []
     if not words:
         raise ValueError("haystack holds no words; give some text, or leave it out for repeated filler.")
     while True:
@@ -118,6 +118,13 @@ def fit(tokenizer: Any, length: int, haystack: str, write: Callable[[list[str]],
     Raises:
         ValueError: the prompt without any filler is already longer, or no filler makes it fit within 1 %.
     """
+    return fit_shown(tokenizer, length, haystack, write)[0]
+
+
+def fit_shown(
+    tokenizer: Any, length: int, haystack: str, write: Callable[[list[str]], str]
+) -> tuple[Tensor, list[str]]:
+    """The same, with the filler words in it."""
     prefix = start_tokens(tokenizer)
 
     def encode(words: list[str]) -> list[int]:
@@ -126,14 +133,19 @@ def fit(tokenizer: Any, length: int, haystack: str, write: Callable[[list[str]],
     shortest = len(encode([]))
     if shortest > length:
         raise ValueError(f"lengths: {length} is not allowed; the question alone takes {shortest} tokens.")
-    best = fill(encode, haystack, length)
+    best, words = _filled(encode, haystack, length)
     if length - len(best) > max(1, length // 100):
         raise ValueError(f"lengths: no prompt of {length} tokens can be made of this text (nearest: {len(best)}).")
-    return torch.tensor(best, dtype=torch.int64)
+    return torch.tensor(best, dtype=torch.int64), words
 
 
 def fill(encode: Callable[[list[str]], list[int]], haystack: str, length: int) -> list[int]:
     """`encode(filler words)` with as much filler as makes it at most `length` tokens long. Without any it must fit."""
+    return _filled(encode, haystack, length)[0]
+
+
+def _filled(encode: Callable[[list[str]], list[int]], haystack: str, length: int) -> tuple[list[int], list[str]]:
+    """What `fill` says, and the words."""
     stream = words_of(haystack)
     words: list[str] = []
     while len(encode(words)) <= length:
@@ -142,14 +154,16 @@ def fill(encode: Callable[[list[str]], list[int]], haystack: str, length: int) -
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if len(encode(words[:middle])) <= length else (low, middle)
-    best = encode(words[:low])
+    shown = words[:low]
+    best = encode(shown)
     for cut in range(1, len(words[low])):  # a word is several tokens: fill up with a part of one
         if len(best) == length:
             break
-        longer = encode([*words[:low], words[low][:cut]])
+        more = [*words[:low], words[low][:cut]]
+        longer = encode(more)
         if len(best) < len(longer) <= length:
-            best = longer
-    return best
+            best, shown = longer, more
+    return best, shown
 
 
 def ask(
@@ -169,36 +183,54 @@ def ask(
         max_new_tokens: tokens of a reply (default: as many as the answers take, and eight).
         batch_size: prompts decoded together, left-padded. No effect on the result.
         progress, distributed: as for `perplexity`.
+
+    Raises:
+        ValueError: an argument that is not allowed, or prompts longer than the model can be fed.
+        FloatingPointError: NaN or +inf among the logits, naming the first prompt.
     """
     model = unwrap(model)
-    check_int("batch_size", batch_size, low=1, why="it is the number of prompts decoded together")
+    batch_size = check_int("batch_size", batch_size, low=1, why="it is the number of prompts decoded together")
+    if max_new_tokens is not None:
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, low=1, why="it is the number of tokens of a reply")
     if not probes:
         raise ValueError("There is nothing to ask: lengths, depths and trials must each name something.")
     answer_length = max(
         len(tokenizer(" " + ", ".join(p.answers), add_special_tokens=False)["input_ids"]) for p in probes
     )
     new = answer_length + 8 if max_new_tokens is None else max_new_tokens
-    limits.check_length(model, "prompt and reply, in tokens:", max(len(p.input_ids) for p in probes) + new)
+    limits.check_length(model, "tokens of prompt and reply", max(len(p.input_ids) for p in probes) + new)
     processes = Processes.find(distributed)
     batches = [range(i, min(i + batch_size, len(probes))) for i in range(0, len(probes), batch_size)]
-    texts: dict[int, str] = {}
+    texts: dict[int, str | None] = {}
     tokens = sum(len(probe.input_ids) for probe in probes)
     with evaluating(model), torch.no_grad(), processes.progress(tokens, task, progress) as bar:
         for number, batch in enumerate(batches):
             if processes.mine(number):
                 replies = _greedy(model, [probes[i].input_ids for i in batch], new, tokenizer)
                 for i, reply in zip(batch, replies, strict=True):
-                    texts[i] = tokenizer.decode(reply, skip_special_tokens=True)
+                    texts[i] = None if reply is None else tokenizer.decode(reply, skip_special_tokens=True)
+                    if processes.count == 1:  # several stop together, below
+                        _said(probes[i], texts[i])
             bar.update(sum(len(probes[i].input_ids) for i in batch))
     texts = processes.gather(texts)
     return RetrievalResult(
         task,
-        tuple(Reply(p.length, p.depth, len(p.input_ids), p.answers, texts[i]) for i, p in enumerate(probes)),
+        tuple(Reply(p.length, p.depth, len(p.input_ids), p.answers, _said(p, texts[i])) for i, p in enumerate(probes)),
     )
 
 
-def _greedy(model: nn.Module, prompts: list[Tensor], new: int, tokenizer: Any) -> list[list[int]]:
-    """The most likely continuation of each prompt, token by token."""
+def _said(probe: Probe, text: str | None) -> str:
+    """Raise where the model had no reply, because its logits were no numbers."""
+    if text is None:
+        raise FloatingPointError(
+            f"The model's logits are NaN or infinite after a prompt of {probe.length} tokens (depth {probe.depth:g})."
+            " In float16 this is usually an overflow: load the model in bfloat16 or float32."
+        )
+    return text
+
+
+def _greedy(model: nn.Module, prompts: list[Tensor], new: int, tokenizer: Any) -> list[list[int] | None]:
+    """The most likely continuation of each prompt, token by token. None where a logit is NaN or +inf."""
     longest = max(len(prompt) for prompt in prompts)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
@@ -208,9 +240,17 @@ def _greedy(model: nn.Module, prompts: list[Tensor], new: int, tokenizer: Any) -
         mask[row, longest - len(prompt) :] = 1
     device = device_of(model)
     ids, mask = ids.to(device), mask.to(device)
+    broken = torch.zeros(len(prompts), dtype=torch.bool)
+
+    def watch(_: Tensor, logits: Tensor) -> Tensor:
+        """Keep in mind which rows are no numbers: their argmax looks like any other."""
+        nonlocal broken
+        broken = broken.to(logits.device) | (logits.isnan() | logits.isposinf()).any(dim=-1)
+        return logits
+
     generate = getattr(model, "generate", None)
     if callable(generate):
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, LogitsProcessorList
 
         # Every field that a model's own generation config could bend greedy decoding with is given.
         settings = GenerationConfig(
@@ -222,9 +262,17 @@ def _greedy(model: nn.Module, prompts: list[Tensor], new: int, tokenizer: Any) -
             use_cache=True,
             pad_token_id=pad,
         )
-        return generate(input_ids=ids, attention_mask=mask, generation_config=settings)[:, longest:].tolist()
+        watching = LogitsProcessorList([watch])
+        ids = generate(input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=watching)
+        return _unbroken(ids[:, longest:], broken)
     if len(prompts) > 1:
         raise ValueError(f"batch_size={len(prompts)} needs a model with `generate`; {type(model).__name__} has none.")
     for _ in range(new):  # a module of one's own
-        ids = torch.cat([ids, logits_of(model, ids, ids.shape[1] - 1)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return ids[:, longest:].tolist()
+        best = watch(ids, logits_of(model, ids, ids.shape[1] - 1)[:, -1]).argmax(-1, keepdim=True)
+        ids = torch.cat([ids, best], dim=1)
+    return _unbroken(ids[:, longest:], broken)
+
+
+def _unbroken(replies: Tensor, broken: Tensor) -> list[list[int] | None]:
+    pairs = zip(replies.tolist(), broken.tolist(), strict=True)
+    return [None if bad else reply for reply, bad in pairs]

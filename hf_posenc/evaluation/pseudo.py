@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation import limits
-from hf_posenc.evaluation.likelihood import PerplexityResult, as_documents, check_ids, tokens_in_batch
+from hf_posenc.evaluation.likelihood import PerplexityResult, as_documents, check_ids, check_token, tokens_in_batch
 from hf_posenc.evaluation.processes import Processes
 from hf_posenc.evaluation.scoring import device_of, evaluating, logits_of, nats, unwrap
 from hf_posenc.evaluation.windows import check_int
@@ -50,19 +50,27 @@ def pseudo_perplexity(
 
     Raises:
         ValueError: as for `perplexity`.
-        FloatingPointError: NaN among the scores.
+        FloatingPointError: as for `perplexity`.
     """
     model = unwrap(model)
     documents = as_documents(token_ids)
-    check_ids(model, documents, mask_token_id, prefix, suffix)
+    check_ids(model, documents)
+    mask_token_id = check_token(model, "mask_token_id", mask_token_id)
+    prefix = None if prefix is None else check_token(model, "prefix", prefix)
+    suffix = None if suffix is None else check_token(model, "suffix", suffix)
     extra = (prefix is not None) + (suffix is not None)
     longest = max(len(document) for document in documents) + extra
     if window is None:
         window = min(limits.context_length(model) or longest, longest)
-    check_int("window", window, low=2 + extra, why="special tokens, the masked token and another")
+    window = check_int("window", window, low=2 + extra, why="special tokens, the masked token and another")
     limits.check_length(model, "window", min(window, longest))
     if max_targets is not None:
         check_int("max_targets", max_targets, low=1, why="it is the number of tokens scored in each window")
+    if batch_size is not None:
+        batch_size = check_int("batch_size", batch_size, low=1, why="it is the number of masked copies run together")
+    if num_bytes is not None:
+        num_bytes = check_int("num_bytes", num_bytes, low=1, why="it is the number of bytes of the text")
+    seed = check_int("seed", seed, low=0, why="it draws the tokens that are scored")
     generator = torch.Generator().manual_seed(seed)
     before = torch.tensor([] if prefix is None else [prefix], dtype=torch.int64)
     after = torch.tensor([] if suffix is None else [suffix], dtype=torch.int64)
@@ -105,7 +113,9 @@ def pseudo_perplexity(
         wrong = torch.isnan(scores[done : done + len(positions)]).nonzero()
         if len(wrong):
             position = begin + positions[int(wrong[0])] - len(before)
-            raise FloatingPointError(f"The model's score is NaN in document {index} at token position {position}.")
+            raise FloatingPointError(
+                f"The model's score is not a number in document {index} at token position {position}."
+            )
         done += len(positions)
     sizes = torch.tensor([len(positions) for *_, positions in chunks])
     return PerplexityResult(

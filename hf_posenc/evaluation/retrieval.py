@@ -5,8 +5,9 @@ Perplexity alone misleads: a model can predict the next word well from the last 
 
 from __future__ import annotations
 
+import numbers
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,10 +55,12 @@ def passkey(
         A result whose `accuracy` is {length: {depth: fraction}} by exact match, `lenient` the same by lenient match.
 
     Raises:
-        ValueError: a depth outside 0 .. 1, a length shorter than the question or longer than the model can be fed.
+        ValueError: a depth outside 0 .. 1, a length shorter than the question or longer than the model can be fed, or
+            an argument of another type.
+        FloatingPointError: NaN or +inf among the logits, naming the first prompt.
     """
-    _check(lengths, depths, trials)
-    check_int("digits", digits, low=1, why="it is the number of digits of a passkey")
+    lengths, depths, trials = _check(lengths, depths, trials)
+    digits = check_int("digits", digits, low=1, why="it is the number of digits of a passkey")
     probes = []
     for length in lengths:
         for depth in depths:
@@ -73,7 +76,7 @@ def passkey(
                         " What is the pass key? The pass key is"
                     )
 
-                probes.append(Probe(length, float(depth), fit(tokenizer, length, haystack, write), (key,)))
+                probes.append(Probe(length, depth, fit(tokenizer, length, haystack, write), (key,)))
     return ask(
         model, tokenizer, "passkey", probes,
         max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress, distributed=distributed,
@@ -107,10 +110,11 @@ def needle(
 
     Raises:
         ValueError: as for `passkey`, or more keys than there are cities.
+        FloatingPointError: as for `passkey`.
     """
-    _check(lengths, depths, trials)
-    check_int("keys", keys, low=1, why="it is the number of cities with a number")
-    check_int("values", values, low=1, why="it is the number of numbers of the city asked for")
+    lengths, depths, trials = _check(lengths, depths, trials)
+    keys = check_int("keys", keys, low=1, why="it is the number of cities with a number")
+    values = check_int("values", values, low=1, why="it is the number of numbers of the city asked for")
     if keys > len(CITIES):
         raise ValueError(f"keys={keys} is not allowed; there are {len(CITIES)} cities.")
     probes = []
@@ -121,7 +125,7 @@ def needle(
                 cities = draw.sample(CITIES, keys)
                 numbers = [str(n) for n in draw.sample(range(10**6, 10**7), keys - 1 + values)]
                 asked, answers = cities[0], numbers[:values]
-                facts = [(float(depth), _fact(asked, answers[0]))]
+                facts = [(depth, _fact(asked, answers[0]))]
                 facts += [(draw.random(), _fact(asked, number)) for number in answers[1:]]
                 facts += [(draw.random(), _fact(c, n)) for c, n in zip(cities[1:], numbers[values:], strict=True)]
                 many = values > 1
@@ -140,7 +144,7 @@ def needle(
                     )
 
                 ids = fit(tokenizer, length, haystack, write)
-                probes.append(Probe(length, float(depth), ids, tuple(answers)))
+                probes.append(Probe(length, depth, ids, tuple(answers)))
     task = "needle" if keys == values == 1 else f"needle ({keys} keys, {values} values)"
     return ask(
         model, tokenizer, task, probes,
@@ -152,14 +156,23 @@ def _fact(city: str, number: str) -> str:
     return f"One of the special magic numbers for {city} is: {number}."
 
 
-def _check(lengths: Sequence[int], depths: Sequence[float], trials: int) -> None:
-    if not lengths:
-        raise ValueError("lengths is empty; give prompt lengths in tokens, such as [2048, 8192].")
-    for length in lengths:
-        check_int("lengths", length, low=1, why="tokens of a prompt")
-    if not depths:
-        raise ValueError("depths is empty; give where the fact lies, such as [0.0, 0.5, 1.0].")
+def _check(lengths: Sequence[int], depths: Sequence[float], trials: int) -> tuple[Sequence[int], Sequence[float], int]:
+    """The arguments as Python's numbers: a depth of 0 draws what one of 0.0 does."""
+    lengths = [
+        check_int("lengths", length, low=1, why="tokens of a prompt") for length in _listed("lengths", lengths, [2048])
+    ]
+    depths = _listed("depths", depths, [0.0, 0.5, 1.0])
     for depth in depths:
-        if not isinstance(depth, (int, float)) or not 0 <= depth <= 1:
+        if isinstance(depth, bool) or not isinstance(depth, numbers.Real) or not 0 <= float(depth) <= 1:
             raise ValueError(f"depths: {depth!r} is not allowed; 0 is the start of the text and 1 its end.")
-    check_int("trials", trials, low=1, why="it is the number of prompts for each length and depth")
+    trials = check_int("trials", trials, low=1, why="it is the number of prompts for each length and depth")
+    return lengths, [float(depth) for depth in depths], trials
+
+
+def _listed(name: str, values: Any, example: list[Any]) -> list[Any]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} is not allowed; give a list, such as {example}.")
+    values = list(values)
+    if not values:
+        raise ValueError(f"{name} is empty; give a list, such as {example}.")
+    return values

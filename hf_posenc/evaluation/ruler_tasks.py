@@ -10,16 +10,20 @@ from __future__ import annotations
 import itertools
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hf_posenc.evaluation.probes import FILLER, Probe, RetrievalResult, ask, fit, place
-from hf_posenc.evaluation.retrieval import _check, needle
+from hf_posenc.evaluation.probes import FILLER, Probe, RetrievalResult, ask, fit_shown, place
+from hf_posenc.evaluation.retrieval import _check, _listed, needle
 
-Made = tuple[Callable[[list[str]], str], tuple[str, ...], str]
-"""(the prompt from its filler words, answers, filler text)."""
+Answers = tuple[str, ...]
+Made = tuple[Callable[[list[str]], str], Callable[[list[str]], Answers | None], str]
+"""(the prompt from its filler words, the answers from them or None where ties leave them open, filler text)."""
+DRAWS = 20
+"""Prompts drawn in place of one without a clear answer, before its length is called too short."""
 
 
 def ruler(
@@ -40,13 +44,14 @@ def ruler(
         model, tokenizer, lengths, trials, seed, progress, distributed: as for `passkey`.
 
     Raises:
-        ValueError: an unknown task, or a length as for `passkey`.
+        ValueError: an unknown task, a length too short for a clear answer, or as for `passkey`.
+        FloatingPointError: as for `passkey`.
     """
-    chosen = list(tasks) if tasks is not None else list(TASKS)
+    chosen = _listed("tasks", tasks, list(TASKS)) if tasks is not None else list(TASKS)
     for task in chosen:
         if task not in TASKS:
             raise ValueError(f"tasks: {task!r} is not known; choose among {', '.join(TASKS)}.")
-    _check(lengths, [0.5], trials)
+    lengths, _, trials = _check(lengths, [0.5], trials)
     results = {}
     for task in chosen:
         make = TASKS[task]
@@ -67,15 +72,39 @@ def ruler(
         for length in lengths:
             draw = random.Random(f"{seed} {task} {length}")
             for _ in range(trials):
-                write, answers, filler = make(draw)
-                probes.append(Probe(length, 0.5, fit(tokenizer, length, filler, write), answers))
+                ids, answers = _clear(make, draw, tokenizer, task, length)
+                probes.append(Probe(length, 0.5, ids, answers))
         results[task] = ask(model, tokenizer, task, probes, progress=progress, distributed=distributed)
     return results
 
 
+def _clear(
+    make: Callable[[random.Random], Made], draw: random.Random, tokenizer: Any, task: str, length: int
+) -> tuple[Tensor, Answers]:
+    """A prompt and its answers, which hold for the words that are in it and are the only ones to do so."""
+    for _ in range(DRAWS):
+        write, answers_of, filler = make(draw)
+        ids, shown = fit_shown(tokenizer, length, filler, write)
+        answers = answers_of(shown)
+        if answers is not None:
+            return ids, answers
+    raise ValueError(f"lengths: {length} is too short for the task {task!r}: its words do not tell the answer clearly.")
+
+
+def _most_frequent(words: list[str], count: int) -> Answers | None:
+    """The `count` words that appear most often; None where another appears as often as one of them."""
+    ranked = Counter(words).most_common(count + 1)
+    if len(ranked) < count or (len(ranked) > count and ranked[count - 1][1] == ranked[count][1]):
+        return None
+    return tuple(word for word, _ in ranked[:count])
+
+
 def variable_tracking(draw: random.Random, chain: int = 4) -> Made:
     """A number is handed from variable to variable; name all that hold it."""
-    names = ["".join(draw.choices(string.ascii_uppercase, k=5)) for _ in range(2 * chain)]
+    names: list[str] = []
+    while len(names) < 2 * chain:
+        name = "".join(draw.choices(string.ascii_uppercase, k=5))
+        names += [name] if name not in names else []
     value, other = (str(n) for n in draw.sample(range(10000, 100000), 2))
     chains = [(names[:chain], value), (names[chain:], other)]
     facts = []
@@ -94,18 +123,18 @@ def variable_tracking(draw: random.Random, chain: int = 4) -> Made:
             f" that are assigned the value {value} are"
         )
 
-    return write, tuple(names[:chain]), FILLER
+    return write, lambda shown: tuple(names[:chain]), FILLER
 
 
 def common_words(draw: random.Random, common: int = 3) -> Made:
     """A list of words in which a few stand far more often than the rest; name those few."""
     words = _words(draw, 400)
-    answers, rare = words[:common], words[common:]
+    often, rare = words[:common], words[common:]
     stream = []
     for i, word in enumerate(rare):  # every fourth word is a common one
         stream.append(word)
         if i % 3 == 2:
-            stream.append(answers[(i // 3) % common])
+            stream.append(often[(i // 3) % common])
 
     def write(filler: list[str]) -> str:
         numbered = " ".join(f"{i + 1}. {word}" for i, word in enumerate(filler))
@@ -116,7 +145,7 @@ def common_words(draw: random.Random, common: int = 3) -> Made:
             " common words are:"
         )
 
-    return write, tuple(answers), " ".join(stream)
+    return write, lambda shown: _most_frequent(shown, common), " ".join(stream)
 
 
 def frequent_words(draw: random.Random, frequent: int = 3, exponent: float = 2.0) -> Made:
@@ -124,7 +153,6 @@ def frequent_words(draw: random.Random, frequent: int = 3, exponent: float = 2.0
     words = _words(draw, 200)
     weights = [(rank + 1) ** -exponent for rank in range(len(words))]
     stream = draw.choices(words, weights, k=4000)
-    ranked = sorted(words, key=stream.count, reverse=True)
 
     def write(filler: list[str]) -> str:
         return (
@@ -135,7 +163,7 @@ def frequent_words(draw: random.Random, frequent: int = 3, exponent: float = 2.0
             f" above?\nAnswer: The {frequent} most frequent coded words are:"
         )
 
-    return write, tuple(ranked[:frequent]), " ".join(stream)
+    return write, lambda shown: _most_frequent(shown, frequent), " ".join(stream)
 
 
 def _words(draw: random.Random, count: int) -> list[str]:

@@ -23,11 +23,11 @@ class TokenScorer:
 
     Where base model + output layer is not the whole model (soft-capped logits, a transform before the output layer, a
     stub without either), the whole model is called, and asked for no more logits than are needed where it can be
-    asked. Which of the two holds is found out by comparing both on a few tokens.
+    asked. Which of the two holds is found out on a few tokens.
     """
 
     def __init__(self, model: nn.Module, probe: Tensor) -> None:
-        """`probe`: a few token ids [length] to compare the two ways on."""
+        """`probe`: a few token ids [length] to find out on whether the model is its two parts."""
         self.model = unwrap(model)
         self.device = device_of(self.model)
         self.base, self.head = _split(self.model)
@@ -65,25 +65,45 @@ class TokenScorer:
 
     @torch.no_grad()
     def _split_is_exact(self, probe: Tensor) -> bool:
+        """Whether the output layer is given what the base model gives, and nothing is done to what it gives.
+
+        Its own logits may be too small for a cap to show, or too large for a bias: the whole model is run with others
+        in their place, which have to come out as they are.
+        """
         assert self.base is not None and self.head is not None
         ids = probe[:8].unsqueeze(0).to(self.device)
-        whole = logits_of(self.model, ids, 0).float()
-        hidden = _first_output(self.base(input_ids=ids, **_supported(self.base, use_cache=False)))
-        if not isinstance(hidden, Tensor) or hidden.ndim != 3:
-            return False
+        calls: list[tuple[Tensor, Tensor]] = []
+
+        def exchange(_: nn.Module, given: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+            ramp = torch.linspace(-1, 1, logits.numel(), device=logits.device) ** 3 * 1e4  # fits float16
+            made = ramp.reshape(logits.shape).to(logits.dtype)
+            made[..., 0, :] = 0  # one row in which any bias shows
+            calls.append((given[0] if given else logits, made))
+            return made
+
+        handle = self.head.register_forward_hook(exchange)
         try:
-            parts = self.head(hidden).float().to(whole.device)
-        except RuntimeError:  # another width: something stands between the two
+            with torch.compiler.set_stance("force_eager"):  # a graph compiled now would keep the hook
+                whole = logits_of(self.model, ids, 0)
+        finally:
+            handle.remove()
+        options = _supported(self.base, attention_mask=torch.ones_like(ids), use_cache=False)
+        hidden = _first_output(self.base(input_ids=ids, **options))
+        if len(calls) != 1 or not isinstance(hidden, Tensor):
             return False
-        return parts.shape == whole.shape and bool(
-            torch.allclose(parts, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
-        )
+        given, made = calls[0]
+        return torch.equal(made.float().to(whole.device), whole.float()) and _same(given, hidden.to(given.device))
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of `targets` [n] under `logits` [n, vocabulary], float32 [n]."""
+    """Negative log-likelihood of `targets` [n] under `logits` [n, vocabulary], float32 [n].
+
+    NaN where a logit is NaN or +inf, which is no distribution; a target of logit -inf costs inf.
+    """
     logits = logits.float()
-    return logits.logsumexp(dim=-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    total = logits.logsumexp(dim=-1)
+    total = total.masked_fill(total == torch.inf, torch.nan)
+    return total - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 @contextlib.contextmanager
@@ -99,7 +119,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, whose forward would only cost a synchronisation."""
+    """The model inside DistributedDataParallel, whose forward would only cost a synchronisation.
+
+    Raises:
+        ValueError: something that is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model={model!r} is not allowed; it must be a loaded model (a torch.nn.Module), such as"
+            " hf_posenc.models.load_model gives."
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module
     return model
@@ -128,7 +157,7 @@ def _split(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     if hasattr(model, "peft_config"):
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             return None, None  # the virtual tokens enter in the outer forward
-        if callable(getattr(model, "get_base_model", None)):
+        if hasattr(model, "get_base_model"):
             model = model.get_base_model()  # type: ignore[operator]
     base = getattr(model, "base_model", None)
     find_head = getattr(model, "get_output_embeddings", None)
@@ -158,12 +187,23 @@ def logits_of(model: nn.Module, input_ids: Tensor, first: int) -> Tensor:
     return logits[:, -keep:]
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal but for the order of a few additions, which on a GPU is not always the same. NaN equals NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    room = 4 * torch.finfo(a.dtype).eps
+    largest = float(a.float().nan_to_num(0, 0, 0).abs().max())
+    return torch.allclose(a.float(), b.float(), rtol=room, atol=room * largest, equal_nan=True)
+
+
 def _first_output(output: Any) -> Any:
     return output if isinstance(output, Tensor) else output[0]
 
 
 def _supported(module: nn.Module, **options: Any) -> dict[str, Any]:
     """Those of `options` that the module's forward names. One that only says **kwargs gets none of them."""
-    forward = module.get_base_model().forward if hasattr(module, "peft_config") else module.forward  # type: ignore[operator]
-    names = inspect.signature(forward).parameters
+    inner: Any = module
+    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):  # a PeftModel, whose own says **kwargs
+        inner = inner.get_base_model()
+    names = inspect.signature(inner.forward).parameters
     return {name: value for name, value in options.items() if name in names}

@@ -11,6 +11,7 @@ dividing by the number of tokens instead of the number of targets.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -59,14 +60,15 @@ def windows(n: int, window: int, stride: int | None = None, definition: str = "s
     """
     if definition not in DEFINITIONS:
         raise ValueError(f"definition={definition!r} is not known; choose one of {', '.join(DEFINITIONS)}.")
-    check_int("n", n, low=2, why="a document needs one token to predict from and one to predict")
-    check_int("window", window, low=1 if definition == "disjoint" else 2, why="it is the number of tokens fed at once")
+    n = check_int("n", n, low=2, why="a document needs one token to predict from and one to predict")
+    low = 1 if definition == "disjoint" else 2
+    window = check_int("window", window, low=low, why="it is the number of tokens fed at once")
     if definition == "disjoint":
         yield from _disjoint(n, window)
         return
     if stride is None:
         stride = max(1, window // 2)
-    check_int("stride", stride, low=1, why="it is the number of tokens between windows")
+    stride = check_int("stride", stride, low=1, why="it is the number of tokens between windows")
     if stride > window:
         raise ValueError(
             f"stride={stride} is not allowed; it may be at most window={window}, or tokens would be skipped."
@@ -89,7 +91,12 @@ def _disjoint(n: int, window: int) -> Iterator[Window]:
         scored = end
 
 
-def check_int(name: str, value: object, *, low: int, why: str) -> None:
-    """Raise a ValueError unless `value` is an integer of at least `low`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+def check_int(name: str, value: object, *, low: int, why: str) -> int:
+    """`value` as Python's int (numpy's numbers are integers too).
+
+    Raises:
+        ValueError: it is no integer, or below `low`.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < low:
         raise ValueError(f"{name}={value!r} is not allowed; it must be an integer of at least {low} ({why}).")
+    return int(value)
