@@ -431,16 +431,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         common += ["--block_length", "32"]
     finetune(arguments(tmp_path / "whole", *common))
 
-    class Kill(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patcher:
-        patcher.setattr("hf_posenc.training.run.LongContextTrainer", _with_callback(Kill()))
-        first = finetune(arguments(tmp_path / "parts", *common))
-    assert first.stopped and first.steps == 2
+    stopped(1, arguments(tmp_path / "parts", *common))
+    assert (tmp_path / "parts" / "checkpoint-2").is_dir()
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (tmp_path / "parts" / "config.json").exists()
     if any(key.endswith("LayerNorm.beta") for key in _weights(tmp_path / "parts" / "checkpoint-2")):
@@ -475,13 +468,172 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-def _with_callback(callback: TrainerCallback) -> Callable[..., LongContextTrainer]:
-    def make(*args: Any, **kwargs: Any) -> LongContextTrainer:
-        trainer = LongContextTrainer(*args, **kwargs)
-        trainer.add_callback(callback)
-        return trainer
+class Kill(TrainerCallback):
+    """SIGTERM in the step after so many."""
 
-    return make
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(after: int, given: Arguments) -> None:
+    """A run that SIGTERM stops after so many steps and one."""
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr("hf_posenc.training.run.LongContextTrainer", _made_with(Kill(after)))
+        assert finetune(given).stopped
+
+
+def _made_with(callback: TrainerCallback) -> Any:
+    class Watched(LongContextTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(callback)
+
+    return Watched
+
+
+def test_checkpoints_of_an_earlier_run_are_never_gone_on_from(
+    saved: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """Not when the new run is interrupted too, nor do they count for --save_total_limit; but they are kept."""
+    output = tmp_path / "out"
+    common = ["--model", saved("llama"), "--train_text", text, "--max_steps", "5", "--save_total_limit", "1"]
+    old, new = [*common, "--encoding", "ntk:factor=2"], [*common, "--encoding", "alibi"]
+    stopped(3, arguments(output, *old))
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-4"]
+    stopped(0, arguments(output, *new, "--resume_from_checkpoint", "false"))
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-1"]
+    begun: list[int] = []
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(state.global_step)
+
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr("hf_posenc.training.run.LongContextTrainer", _made_with(Begin()))
+        finetune(arguments(output, *new))
+    assert begun == [1]
+    assert str(encoding_of(AutoModelForCausalLM.from_pretrained(output))) == "alibi"
+    kept = output / "_earlier-1"
+    assert (kept / "checkpoint-4" / "model.safetensors").is_file() and (kept / "finetune.json").is_file()
+    with pytest.raises(ValueError, match=r"of a run with other settings .encoding: 'ntk:factor=2', now 'alibi'"):
+        finetune(arguments(tmp_path / "new", *new, "--resume_from_checkpoint", str(kept / "checkpoint-4")))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_goes_on_only_with_the_options_that_it_began_with(
+    saved: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """Those that change what comes of a step; the others may change, and so may the way to the same batch."""
+    output = tmp_path / "out"
+    common = ["--model", saved("llama"), "--train_text", text, "--per_device_train_batch_size", "2"]
+    given = [*common, "--max_steps", "3", "--save_steps", "3"]
+    stopped(0, arguments(output, *given))
+    record = (output / "finetune.json").read_text(encoding="utf-8")
+    for option, value, said in (
+        ("learning_rate", "1e-3", "learning_rate: 0.01, now 0.001"),
+        ("seed", "7", "seed: 42, now 7"),
+        ("gradient_accumulation_steps", "2", "gradient_accumulation_steps x processes: 2, now 4"),
+        ("per_device_train_batch_size", "1", "gradient_accumulation_steps x processes: 2, now 1"),
+        ("weight_decay", "0.1", "weight_decay: 0.0, now 0.1"),
+        ("optim", "sgd", "optim: '?adamw_torch[a-z_]*'?, now 'sgd'"),
+        ("lr_scheduler_type", "linear", "lr_scheduler_type: 'constant_with_warmup', now 'linear'"),
+        ("warmup_steps", "3", r"warmup_steps: 0[.0]*, now 3"),
+    ):
+        with pytest.raises(ValueError, match=f"holds a run with other settings .*{said}"):
+            finetune(arguments(output, *given, f"--{option}", value))
+    assert (output / "finetune.json").read_text(encoding="utf-8") == record
+    others = ["--max_steps", "4", "--logging_steps", "1", "--save_steps", "1", "--dataloader_num_workers", "1"]
+    others += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2"]
+    assert finetune(arguments(output, *common, *others)).steps == 4
+
+
+@pytest.mark.parametrize("logging_steps", ["1", "10"])
+def test_the_mean_loss_is_that_of_all_steps(
+    saved: Callable[..., str], text: str, tmp_path: Path, logging_steps: str
+) -> None:
+    common = ["--model", saved("llama"), "--train_text", text, "--max_steps", "4", "--logging_steps", logging_steps]
+    common += ["--gradient_accumulation_steps", "2"]
+    whole = finetune(arguments(tmp_path / "whole", *common, "--save_steps", "4")).metrics["train_loss"]
+    stopped(1, arguments(tmp_path / "parts", *common))
+    resumed = finetune(arguments(tmp_path / "parts", *common))
+    assert resumed.metrics["train_loss"] == pytest.approx(whole, abs=1e-5)
+    assert f"mean loss {whole:.4f}" in resumed.summary
+    assert f"| mean training loss | {whole:.4f} |" in (tmp_path / "parts" / "README.md").read_text(encoding="utf-8")
+    if logging_steps == "1":
+        state = json.loads((tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
+        assert sum(row["loss"] for row in state["log_history"] if "loss" in row) / 4 == pytest.approx(whole, abs=1e-3)
+
+
+def test_what_is_found_out_late_is_still_refused_before_anything_is_written(
+    saved: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    fading = ["--encoding", "alibi", "--native_weight_schedule", "linear:5000", "--num_train_epochs", "1"]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "one two three"}]}\n', encoding="utf-8")
+    blank = tmp_path / "blank.txt"
+    blank.write_text(" \n", encoding="utf-8")
+    streaming = ["--streaming", "true", "--max_steps", "1"]
+    model = Path(saved("gpt2"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(model)
+    for source, options, message in (
+        (text, fading, r"linear:5000 ends at step 5000, after the training of \d+ steps"),
+        (text, ["--optim", "galore_adamw"], "--optim galore_adamw: "),
+        (text, ["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2: "),
+        (str(chats), [], "nothing to learn, none of the [0-9]+ tokens is a target"),
+        (str(chats), streaming, "nothing to learn, none of the [0-9]+ tokens is a target"),
+        (str(blank), [], "blank.txt' holds no text: every document in it is blank"),
+        (str(blank), streaming, "blank.txt' holds no text: every document in it is blank"),
+        (text, [*streaming, "--min_document_tokens", "9999"], "every document has fewer than min_document_tokens=9999"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            finetune(arguments(tmp_path / "out", "--model", str(model), "--train_text", source, *options))
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("streaming", [[], ["--streaming", "true", "--max_steps", "1"]], ids=["stored", "streamed"])
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ('[{"role": "user", "content": null}]', "message 1 has no text in its content"),
+        ('[{"role": "user", "content": "a"}, {"role": "assistant"}]', "message 2 has no text in its content"),
+        ('[{"role": "user", "content": [{"type": "text", "text": "a"}]}]', "message 1 has no text in its content"),
+        ('["hello"]', "message 1 is not an object with a role"),
+        ('[{"content": "hello"}]', "message 1 has no role"),
+        ('[{"role": "user", "content": "refused"}]', "chat template fails at its first 1 messages: no such word"),
+    ],
+)
+def test_a_conversation_that_is_none_is_named(
+    saved: Callable[..., str], tmp_path: Path, messages: str, said: str, streaming: list[str]
+) -> None:
+    model = Path(saved("llama"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'refused' %}{{ raise_exception('no such word') }}{% endif %}"
+        "{{ m.role }} {{ m.content }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    good = '{"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}'
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(good + '\n{"messages": ' + messages + "}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"Document 'chats.jsonl:2': .*{said}"):
+        finetune(arguments(tmp_path / "out", "--model", str(model), "--train_text", str(chats), *streaming))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_has_a_card_of_its_own(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    options = ["--model", saved("gpt2"), "--encoding", "alibi", "--train_text", text, "--lora", "true"]
+    finetune(arguments(output, *options, "--max_steps", "1"), command="finetune it")
+    card = (output / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert 'load_model("FOLDER")' in card and "hf_posenc.load_adapter" in card and "library_name: peft" in card
+    assert "finetune it" in card and "[More Information Needed]" not in card
+    assert "load_adapter" not in (output / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_saved_folder_opens_and_tells_its_story(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
@@ -611,7 +763,7 @@ def test_adapter_over_four_bits(
     options = ["--encoding", encoding, "--context_length", "64", "--block_length", "32", "--max_steps", "2"]
     options += ["--objective", "mlm"] if name == "bert" else []
     given = arguments(output, "--model", saved(name), "--train_text", text, "--qlora", "true", *options)
-    monkeypatch.setattr("hf_posenc.training.run.LongContextTrainer", _with_callback(Look()))
+    monkeypatch.setattr("hf_posenc.training.run.LongContextTrainer", _made_with(Look()))
     finetune(given)
     assert held == [True]
     merged, _ = load_model(

@@ -7,6 +7,7 @@ number of processes or of loading workers sees the same samples.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,9 +253,9 @@ def make_blocks(
         streaming: read the text while training instead of storing it; there is no report then.
 
     Raises:
-        ValueError: a source that cannot be read, weights that do not fit the sources, or no block at all.
+        ValueError: a source that cannot be read, weights that do not fit the sources, no block at all, or no target.
     """
-    if weights is not None and (len(weights) != len(sources) or min(weights) <= 0):
+    if weights is not None and not (len(weights) == len(sources) and all(0 < weight < math.inf for weight in weights)):
         raise ValueError(
             f"weights={list(weights)} is not allowed; give one positive number for each of {len(sources)} sources."
         )
@@ -268,14 +269,18 @@ def make_blocks(
         )
         blocks = _cut(tokenized, packing, block_length, overlap, around, num_proc)
         parts.append(blocks)
-        if not streaming:
+        names = ", ".join(group)
+        if streaming:
+            _check_stream(names, documents, blocks, min_document_tokens)
+        else:
             report = _report(len(documents), tokenized, blocks)
             if report.blocks == 0:
                 raise ValueError(
-                    f"{', '.join(group)}: no block of text came out of "
-                    f"{report.documents + report.short_documents} documents; "
+                    f"{names}: no block of text came out of {report.documents + report.short_documents} documents; "
                     f"{report.short_documents} have fewer than min_document_tokens={min_document_tokens} tokens."
                 )
+            if report.targets == 0:
+                raise ValueError(_no_target(names, f"{report.block_tokens:,}"))
             reports.append(report)
     if weights is None:
         blocks = parts[0]
@@ -292,6 +297,30 @@ def make_blocks(
         mixed = _report(0, None, blocks)
         totals |= {"blocks": mixed.blocks, "block_tokens": mixed.block_tokens, "targets": mixed.targets}
     return blocks, DataReport(**totals)
+
+
+def _no_target(names: str, tokens: str) -> str:
+    return (
+        f"{names}: there is nothing to learn, none of the {tokens} tokens is a target. In a conversation only what the "
+        "assistant says is one."
+    )
+
+
+def _check_stream(names: str, documents: Any, blocks: Any, min_document_tokens: int) -> None:
+    """Raise where a stream has nothing to train on; reads no further than to the first block that has."""
+    tokens = 0
+    for block in blocks:
+        tokens += len(block["input_ids"])
+        if any(label != IGNORED for label in block["labels"]):
+            return
+    if tokens:
+        raise ValueError(_no_target(names, f"{tokens:,}"))
+    if next(iter(documents), None) is None:
+        raise ValueError(f"{names!r} holds no text: every document in it is blank.")
+    raise ValueError(
+        f"{names}: no block of text came out of it; every document has fewer than "
+        f"min_document_tokens={min_document_tokens} tokens."
+    )
 
 
 def _cut(

@@ -42,7 +42,8 @@ def tokenize_documents(
         num_proc: processes to tokenise with.
 
     Raises:
-        ValueError: a conversation and a tokenizer without a chat template.
+        ValueError: a conversation and a tokenizer without a chat template, or one that is none (see `tokenize_chat`);
+            the document is named.
     """
     prefix, suffix = special_tokens(tokenizer) if add_special_tokens else ([], [])
     if add_special_tokens and not suffix and tokenizer.eos_token_id is not None:
@@ -54,7 +55,10 @@ def tokenize_documents(
         plain = iter(_encode(tokenizer, texts))
         for identity, chat in zip(batch["id"], batch["messages"], strict=True):
             if chat:
-                ids, labels = tokenize_chat(json.loads(chat), tokenizer)
+                try:
+                    ids, labels = tokenize_chat(json.loads(chat), tokenizer)
+                except ValueError as error:
+                    raise ValueError(f"Document {identity!r}: {error}") from error
             else:
                 ids = [*prefix, *next(plain), *suffix]
                 labels = ids
@@ -81,8 +85,13 @@ def tokenize_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizer
     """Token ids of a conversation, and labels that leave out everything but the assistant's answers.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that rewrites earlier messages when later ones come.
+        ValueError: a message without a role or without text, or a tokenizer whose chat template is missing, fails, or
+            rewrites earlier messages when later ones come.
     """
+    from jinja2 import TemplateError
+
+    for number, message in enumerate(messages, start=1):
+        _check_message(number, message)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "The text holds conversations, and this tokenizer has no chat template. "
@@ -90,7 +99,10 @@ def tokenize_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizer
         )
 
     def render(upto: int, prompt: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompt))
+        try:
+            return str(tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompt))
+        except (TemplateError, TypeError, LookupError) as error:
+            raise ValueError(f"the tokenizer's chat template fails at its first {upto} messages: {error}") from error
 
     whole = render(len(messages), False)
     spans = []
@@ -110,6 +122,17 @@ def tokenize_chat(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizer
         for token, (start, end) in zip(ids, encoded["offset_mapping"], strict=True)
     ]
     return ids, labels
+
+
+def _check_message(number: int, message: Any) -> None:
+    """Raise where a template would fail or write something that nobody said."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is not an object with a role and a content; it is {message!r:.80}.")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role, such as 'user' or 'assistant'.")
+    content = message.get("content")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(f"message {number} has no text in its content; it must be a string, and is {content!r:.80}.")
 
 
 def documents_of(rows: Any) -> list[Document]:

@@ -144,7 +144,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 def _outdone(values: Mapping[str, Any], given: set[str]) -> set[str]:
     """Options of a file that have no say any more beside what was `given` on the command line."""
-    rivals = {
+    rivals: dict[str, Any] = {
         "pose_chunks": {"position_skipping"},
         "position_skipping": {"none": {"pose_chunks", "length_curriculum"}, "random": {"pose_chunks"}},
         "lora": {False: {"qlora"}},
@@ -328,6 +328,8 @@ def _check_training(training: TrainingArguments) -> None:
     for name in ("adam_beta1", "adam_beta2", "label_smoothing_factor"):
         if not 0 <= getattr(training, name) < 1:
             raise ValueError(f"--{name} {getattr(training, name)} is not allowed; it must be at least 0 and below 1.")
+    if training.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError("--use_liger_kernel needs the package liger-kernel.")
     for reporter in training.report_to or ():
         try:
             for callback in get_reporting_integration_callbacks([reporter]):
@@ -438,6 +440,26 @@ def _is_number(value: Any, kind: type) -> bool:
     except ValueError:
         return False
     return kind is float or number.is_integer()
+
+
+def context_parts(training: TrainingArguments) -> int:
+    """Parts that context parallelism cuts a sample into; 1 where it is off."""
+    return int(getattr(getattr(training, "parallelism_config", None), "cp_size", 1) or 1)
+
+
+def replicas(training: TrainingArguments) -> int:
+    """Processes that see different samples."""
+    return training.world_size // context_parts(training)
+
+
+def samples_per_step(training: TrainingArguments) -> int:
+    """Samples of one optimizer step, on all devices."""
+    return training.train_batch_size * training.gradient_accumulation_steps * replicas(training)
+
+
+def training_settings(training: TrainingArguments) -> dict[str, Any]:
+    """The Trainer's arguments as plain data, for records."""
+    return {**training.to_sanitized_dict(), "samples_per_step": samples_per_step(training)}
 
 
 def settings(ours: FinetuneArguments) -> dict[str, Any]:

@@ -67,5 +67,6 @@ def steps(training: TrainingArguments, blocks: int | None, processes: int) -> in
         return training.max_steps
     if blocks is None:
         return None
-    batches = math.ceil(blocks / (training.per_device_train_batch_size * processes))
+    shares = blocks / (training.train_batch_size * processes)
+    batches = math.floor(shares) if training.dataloader_drop_last else math.ceil(shares)
     return math.ceil(training.num_train_epochs * max(1, math.ceil(batches / training.gradient_accumulation_steps)))

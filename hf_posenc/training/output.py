@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_posenc.training.files import write_whole
 from hf_posenc.training.trainer import is_whole, last_checkpoint
@@ -14,12 +18,23 @@ from hf_posenc.training.trainer import is_whole, last_checkpoint
 RECORD = "finetune.json"
 """What was asked for and what came of it; its presence says that a folder is ours."""
 _MAY_CHANGE = ("dry_run", "merge", "eval_text", "eval_lengths", "eval_tokens", "data_processes", "loss_slice")
+_MUST_STAY = (
+    *("samples_per_step", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("optim", "optim_args", "optim_target_modules", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16", "seed", "data_seed"),
+    *("dataloader_drop_last", "train_sampling_strategy", "group_by_length", "average_tokens_across_devices"),
+)
+"""Options of the Trainer that decide what comes out of a step; a checkpoint would silently go on with its own."""
+_NAMES = {"samples_per_step": "per_device_train_batch_size x gradient_accumulation_steps x processes"}
 
 
-def check_output(folder: str, settings: Mapping[str, Any], resume: str | bool | None) -> Path | None:
+def check_output(
+    folder: str, settings: Mapping[str, Any], training: Mapping[str, Any], resume: str | bool | None
+) -> Path | None:
     """The checkpoint to go on from, or None to start anew.
 
     Args:
+        settings, training: our arguments and the Trainer's, as they are recorded.
         resume: None goes on from the last whole checkpoint of an unfinished run of the same settings, if there is one;
             "true" or "last" insists on one; "false" starts anew; a path names one.
 
@@ -30,14 +45,19 @@ def check_output(folder: str, settings: Mapping[str, Any], resume: str | bool | 
     if path.exists() and not path.is_dir():
         raise ValueError(f"--output_dir {folder!r} is a file; name a folder.")
     word = str(resume).lower() if resume is not None else None
+    chosen = None
     if word not in (None, "true", "last", "false", "no"):
         chosen = Path(str(resume))
         if not is_whole(chosen):
             raise ValueError(
                 f"--resume_from_checkpoint {str(resume)!r} is not a whole checkpoint: no trainer_state.json in it."
             )
-    else:
-        chosen = None
+        changed = _changed(_read(chosen.resolve().parent / RECORD) or {}, settings, training)
+        if changed:
+            raise ValueError(
+                f"--resume_from_checkpoint {str(resume)!r} is of a run with other settings ({changed}). "
+                "Give the same, or start anew without it."
+            )
     record = _read(path / RECORD)
     if record is None:
         if path.is_dir() and any(item.name != "runs" for item in path.iterdir()):
@@ -52,23 +72,53 @@ def check_output(folder: str, settings: Mapping[str, Any], resume: str | bool | 
             f"--output_dir {folder!r} holds a finished fine-tuning. Choose another folder, or "
             "--resume_from_checkpoint last to train it further."
         )
-    earlier = record.get("settings", {})
-    changed = [
-        name for name, value in settings.items() if name not in _MAY_CHANGE and earlier.get(name, value) != value
-    ]
-    if changed and word not in ("false", "no"):
-        name = changed[0]
+    if word in ("false", "no"):
+        return None
+    changed = _changed(record, settings, training)
+    if changed:
         raise ValueError(
-            f"--output_dir {folder!r} holds a run with other settings "
-            f"({name}: {earlier[name]!r}, now {settings[name]!r}). "
+            f"--output_dir {folder!r} holds a run with other settings ({changed}). "
             "Choose another folder, or --resume_from_checkpoint false to start anew in this one."
         )
-    if chosen is not None or word in ("false", "no"):
+    if chosen is not None:
         return chosen
     last = last_checkpoint(path)
     if last is None and word in ("true", "last"):
         raise ValueError(f"--resume_from_checkpoint {resume}: there is no whole checkpoint in {folder!r}.")
     return last
+
+
+def _changed(record: Mapping[str, Any], settings: Mapping[str, Any], training: Mapping[str, Any]) -> str:
+    """The first setting that a run's record has otherwise, in words; empty where all are the same."""
+    pairs = [(record.get("settings", {}), settings, [name for name in settings if name not in _MAY_CHANGE])]
+    pairs += [(record.get("training", {}), training, [name for name in _MUST_STAY if name in training])]
+    for earlier, now, names in pairs:
+        for name in names:
+            if earlier.get(name, now[name]) != now[name]:
+                return f"{_NAMES.get(name, name)}: {earlier[name]!r}, now {now[name]!r}"
+    return ""
+
+
+def set_aside(folder: str | os.PathLike[str]) -> Path | None:
+    """Move the whole checkpoints in a folder, with the record of their run, out of the way of a new run in it.
+
+    Left where they are, they would be taken for the new run's: to go on from, and to be counted by `save_total_limit`.
+
+    Returns:
+        Where they are now; None where there were none.
+    """
+    path = Path(folder)
+    found = [item for item in path.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if is_whole(item)]
+    if not found:
+        return None
+    # Nothing that begins with an underscore is pushed to a hub.
+    aside = next(place for n in itertools.count(1) if not (place := path / f"_earlier-{n}").exists())
+    aside.mkdir()
+    if (path / RECORD).is_file():
+        shutil.copyfile(path / RECORD, aside / RECORD)
+    for item in sorted(found, key=lambda item: item.stat().st_mtime, reverse=True):
+        os.replace(item, aside / item.name)
+    return aside
 
 
 def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
@@ -102,7 +152,9 @@ def model_card(
         measured: how the numbers of `evaluations` were made.
     """
     license_name = _license(base_folder)
-    head = ["---", "library_name: transformers", f"base_model: {json.dumps(base)}"]
+    adapter = _read(saved_in / "adapter_config.json")
+    library = "transformers" if adapter is None else "peft"
+    head = ["---", f"library_name: {library}", f"base_model: {json.dumps(base)}"]
     if license_name:
         head.append(f"license: {license_name}")
     head += ["tags:", *[f"- {tag}" for tag in ("hf-posenc", "long-context", *tags)], "---", ""]
@@ -136,6 +188,12 @@ def model_card(
         if measured:
             body += [measured, ""]
     body += ["## Use", "", "```python", *_opening(saved_in, objective), "```", ""]
+    if adapter is not None and adapter.get("hf_posenc") is not None:
+        body += [
+            "This is an adapter, and nothing without its position encoding: PEFT or transformers alone would put it on "
+            "the plain base model. On a model that is loaded already: `hf_posenc.load_adapter(model, FOLDER)`.",
+            "",
+        ]
     if command:
         body += ["## Made with", "", "```", command, "```", ""]
     return "\n".join([*head, *body])
@@ -146,10 +204,11 @@ def _opening(folder: Path, objective: str) -> list[str]:
     config = _read(folder / "config.json")
     if config is None:
         task = "" if objective == "causal" else ', task="masked"'
+        inside = "" if (folder / "adapter_config.json").is_file() else "/adapter"
         return [
             "from hf_posenc.models import load_model",
             "",
-            f'model, tokenizer = load_model("FOLDER/adapter"{task})',
+            f'model, tokenizer = load_model("FOLDER{inside}"{task})',
         ]
     auto = "AutoModelForCausalLM" if objective == "causal" else "AutoModelForMaskedLM"
     patched = str(config.get("model_type")).startswith("hf_posenc_")

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,16 @@ from hf_posenc.training.arguments import (
     FinetuneArguments,
     check,
     checkpoints_layers,
+    context_parts,
     parse_arguments,
+    replicas,
+    samples_per_step,
     settings,
+    training_settings,
 )
 from hf_posenc.training.callbacks import FadeNative, Fading, StopOnSignal
 from hf_posenc.training.files import move_whole, write_whole
-from hf_posenc.training.output import check_output, model_card, write_record
+from hf_posenc.training.output import check_output, model_card, set_aside, write_record
 from hf_posenc.training.trainer import LongContextTrainer, NonFiniteLossError
 
 logger = logging.getLogger(__name__)
@@ -128,25 +133,35 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
     ours, training = check(*arguments)
     asked = settings(ours)
     folder = Path(training.output_dir or "")
-    checkpoint = check_output(str(folder), asked, training.resume_from_checkpoint)
+    checkpoint = check_output(str(folder), asked, training_settings(training), training.resume_from_checkpoint)
     set_seed(training.seed)
     setup = _prepare_model(ours, training)
     with training.main_process_first(desc="preparing the text"):
         train, report = _prepare_data(ours, training, setup)
         measured = _prepare_evaluation(ours, training, setup)
     model = _add_adapter(setup.model, ours, training)
-    plan = _plan_text(ours, training, setup, model, report)
+    _check_optimizer(training, model)
+    steps = estimate.steps(training, report.blocks if report else None, replicas(training))
+    fading = Fading.parse(ours.native_weight_schedule) if ours.native_weight_schedule is not None else None
+    if fading is not None and steps is not None and steps < fading.end:
+        raise ValueError(
+            f"--native_weight_schedule {ours.native_weight_schedule} ends at step {fading.end}, after the training of "
+            f"{steps} steps: the native encoding would still be in use. Let it end sooner, or train longer."
+        )
+    plan = _plan_text(ours, training, setup, model, report, steps)
     if ours.dry_run:
         return FinetuneResult(folder, 0, plan=plan)
     for line in plan.splitlines():
         logger.info("%s", line)
     if training.should_save:
-        write_record(folder, {"settings": asked, "finished": False, "training": training.to_sanitized_dict()})
+        aside = set_aside(folder) if checkpoint is None else None
+        if aside is not None:
+            logger.info("The checkpoints of the run before are kept in %s.", aside)
+        write_record(folder, {"settings": asked, "finished": False, "training": training_settings(training)})
 
     parts = context_parts(training)
     stop = StopOnSignal()
     callbacks: list[Any] = [stop]
-    fading = Fading.parse(ours.native_weight_schedule) if ours.native_weight_schedule is not None else None
     if fading is not None:
         callbacks.append(FadeNative(model, fading))
     trainer = LongContextTrainer(
@@ -190,7 +205,10 @@ def _prepare_model(ours: FinetuneArguments, training: TrainingArguments) -> _Set
     _check_objective(ours)
     model, tokenizer = _load(ours, training)
     if ours.attn_implementation is not None:
-        model.set_attn_implementation(ours.attn_implementation)
+        try:
+            model.set_attn_implementation(ours.attn_implementation)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"--attn_implementation {ours.attn_implementation}: {error}") from error
     if ours.encoding is None and ours.context_length is None:
         trained = int(model.config.max_position_embeddings)
         encoding, record, length = "native", None, trained
@@ -390,6 +408,13 @@ def _add_adapter(model: Any, ours: FinetuneArguments, training: TrainingArgument
     return adapted
 
 
+def _check_optimizer(training: TrainingArguments, model: Any) -> None:
+    try:
+        LongContextTrainer.get_optimizer_cls_and_kwargs(training, model)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"--optim {getattr(training.optim, 'value', training.optim)}: {error}") from error
+
+
 # ---------------------------------------------------------------------- the text
 
 
@@ -568,11 +593,6 @@ def _pad_id(tokenizer: Any) -> int:
     return next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
 
 
-def context_parts(training: TrainingArguments) -> int:
-    """Parts that context parallelism cuts a sample into; 1 where it is off."""
-    return int(getattr(getattr(training, "parallelism_config", None), "cp_size", 1) or 1)
-
-
 def _check_context_parallel(encoding: Any, ours: FinetuneArguments) -> None:
     """Raise where a sample cut along its length would be trained wrongly without a word."""
     if encoding.site == "score":
@@ -593,12 +613,16 @@ def _check_context_parallel(encoding: Any, ours: FinetuneArguments) -> None:
 
 
 def _plan_text(
-    ours: FinetuneArguments, training: TrainingArguments, setup: _Setup, model: Any, report: DataReport | None
+    ours: FinetuneArguments,
+    training: TrainingArguments,
+    setup: _Setup,
+    model: Any,
+    report: DataReport | None,
+    steps: int | None,
 ) -> str:
     trainable, everything = estimate.parameters(model)
-    steps = estimate.steps(training, report.blocks if report else None, training.world_size)
     memory = estimate.estimate(model, training, setup.block_length, ours.loss_slice)
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
+    rows = samples_per_step(training)
     skipping = {
         "none": "none",
         "pose": f"PoSE, {ours.pose_chunks or 2} pieces over {setup.context_length} positions",
@@ -731,8 +755,8 @@ def _save(
         base = ours.model or f"new from {ours.from_scratch}"
         args = trainer.args
         measured = _how_measured(ours, setup.tokenizer)
-        card = model_card(
-            saved_in=temporary,
+        card = partial(
+            model_card,
             measured=measured,
             base=base,
             encoding=setup.encoding,
@@ -746,7 +770,7 @@ def _save(
             evaluations=unique,
             training={
                 "steps": trainer.state.global_step,
-                "samples a step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+                "samples a step": samples_per_step(args),
                 "tokens a sample": setup.block_length,
                 "position skipping": ours.position_skipping,
                 "learning rate": args.learning_rate,
@@ -755,9 +779,11 @@ def _save(
             },
             base_folder=Path(ours.model) if ours.model and Path(ours.model).is_dir() else None,
         )
-        write_whole(temporary / "README.md", card)
+        write_whole(temporary / "README.md", card(saved_in=temporary))
+        if ours.lora:
+            write_whole(temporary / "adapter" / "README.md", card(saved_in=temporary / "adapter"))
         move_whole(temporary, target)
-        record = {"settings": asked, "finished": True, "training": args.to_sanitized_dict(), "metrics": metrics}
+        record = {"settings": asked, "finished": True, "training": training_settings(args), "metrics": metrics}
         write_record(
             target,
             {

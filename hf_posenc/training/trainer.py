@@ -135,14 +135,30 @@ class LongContextTrainer(Trainer):
             NonFiniteLossError: the loss is NaN or infinite; the weights of before this step have been saved.
         """
         loss = super().training_step(model, inputs, num_items_in_batch)
-        bad = (~torch.isfinite(loss.detach())).float().reshape(1)
+        known = loss.detach().float().reshape(1)
+        known = torch.cat([(~torch.isfinite(known)).float(), known])
         if self.accelerator.num_processes > 1:  # all stop together, or the others would wait for ever
-            bad = self.accelerator.reduce(bad.to(self.args.device), reduction="sum")
-        if bad.item() > 0:
+            known = self.accelerator.reduce(known.to(self.args.device), reduction="mean")
+        bad, mean = known.tolist()
+        if bad > 0:
             self._stop(float(loss))
+        self._losses["sum"] += mean
         if self.accelerator.sync_gradients:
+            self._losses["steps"] += 1
             self._sample_ids.clear()
         return loss
+
+    @property
+    def _losses(self) -> dict[str, float]:
+        """Sum of the losses of so many steps, kept in the state, so that checkpoints hold it and bring it back."""
+        kept: Any = self.state.stateful_callbacks
+        return kept.setdefault("LongContextTrainer", {"sum": 0.0, "steps": 0})  # type: ignore[no-any-return]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the mean loss of all steps at the end: the Trainer's leaves out those before a resume."""
+        if "train_loss" in logs and self._losses["steps"]:
+            logs["train_loss"] = self._losses["sum"] / self._losses["steps"]
+        super().log(logs, *args, **kwargs)
 
     def _stop(self, loss: float) -> None:
         step = self.state.global_step + 1
