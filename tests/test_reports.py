@@ -204,10 +204,10 @@ def test_finished_parts_are_reused(tmp_path: Path, folder: Path, text: Path, mon
 def test_passkeys_are_kept_length_by_length(
     tmp_path: Path, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_posenc.evaluation import retrieval
+    from hf_posenc.evaluation import sweep
 
     out, calls = tmp_path / "out", []
-    real = retrieval.passkey
+    real = sweep.passkey
 
     def counting(*arguments: Any, **more: Any) -> Any:
         calls.append(arguments[2])
@@ -215,7 +215,7 @@ def test_passkeys_are_kept_length_by_length(
             raise KeyboardInterrupt
         return real(*arguments, **more)
 
-    monkeypatch.setattr(retrieval, "passkey", counting)
+    monkeypatch.setattr(sweep, "passkey", counting)
     options: dict[str, Any] = {"passkey_trials": 1, "passkey_lengths": [448, 512], "passkey_depths": [0.5, 1]}
     with pytest.raises(KeyboardInterrupt):
         evaluate(folder, ["linear:factor=2"], text, [256], out, progress=False, **options)
@@ -407,8 +407,8 @@ def test_bytes_are_those_of_the_text_that_is_scored(tmp_path: Path) -> None:
 def test_a_model_that_was_given_is_left_as_it_was_where_measuring_fails(text: Path) -> None:
     model = tiny_llama(max_position_embeddings=256)
     options: dict[str, Any] = {"tokenizer": letters(), "progress": False, "passkey_trials": 1}
-    with pytest.raises(ValueError, match="question"):
-        evaluate(model, ["alibi"], text, [256], passkey_lengths=[20], **options)
+    with pytest.raises(ValueError, match="longer than this model"):  # the table of the second
+        evaluate(model, ["alibi", "learned:num_positions=256"], text, [256], passkey_lengths=[300], **options)
     assert encoding_of(model).name == "rope"
 
 
@@ -417,6 +417,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(tmp_path: Path, t
     options: dict[str, Any] = {"tokenizer": letters(), "progress": False}
     with pytest.raises(ValueError, match="lengths=256 is longer than this model can be fed"):
         evaluate(model, ["alibi", "native"], text, [256], tmp_path / "out", **options)
+    with pytest.raises(ValueError, match="question"):
+        evaluate(model, ["alibi"], text, [128], tmp_path / "out", passkey_trials=1, passkey_lengths=[20], **options)
     parts = [json.loads(part.read_text())["key"]["task"] for part in (tmp_path / "out").rglob("*.json")]
     assert "perplexity" not in parts
 

@@ -41,6 +41,7 @@ from hf_posenc.training import (
     parse_arguments,
     sliced_cross_entropy,
 )
+from hf_posenc.training.arguments import make_parser
 from hf_posenc.training.loss import output_layer, shift
 from hf_posenc.training.merge import merge
 from models import ARCHITECTURES, tiny_gpt2, tiny_llama, tokens
@@ -1134,6 +1135,14 @@ def test_the_cpu_is_used_where_accelerate_was_told_so(monkeypatch: pytest.Monkey
     for said, expected in (("True", True), ("False", False)):
         monkeypatch.setenv("ACCELERATE_USE_CPU", said)
         assert parse_arguments([*BASE, "--report_to", "none"]).training.use_cpu is expected
+
+
+def test_processes_without_an_accelerator_share_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate launch starts them without ACCELERATE_USE_CPU."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for there in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda there=there: there)
+        assert make_parser().get_default("use_cpu") is not there
 
 
 def test_unknown_keys_of_a_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

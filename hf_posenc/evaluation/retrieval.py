@@ -59,6 +59,24 @@ def passkey(
             an argument of another type.
         FloatingPointError: NaN or +inf among the logits, naming the first prompt.
     """
+    probes = passkey_probes(tokenizer, lengths, depths, trials, seed, digits=digits, haystack=haystack)
+    return ask(
+        model, tokenizer, "passkey", probes,
+        max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress, distributed=distributed,
+    )  # fmt: skip
+
+
+def passkey_probes(
+    tokenizer: Any,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    seed: int,
+    *,
+    digits: int = 5,
+    haystack: str = FILLER,
+) -> list[Probe]:
+    """The prompts of `passkey`, which takes the same arguments and raises the same errors."""
     lengths, depths, trials = _check(lengths, depths, trials)
     digits = check_int("digits", digits, low=1, why="it is the number of digits of a passkey")
     probes = []
@@ -77,10 +95,7 @@ def passkey(
                     )
 
                 probes.append(Probe(length, depth, fit(tokenizer, length, haystack, write), (key,)))
-    return ask(
-        model, tokenizer, "passkey", probes,
-        max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress, distributed=distributed,
-    )  # fmt: skip
+    return probes
 
 
 def needle(

@@ -29,6 +29,7 @@ from hf_posenc.evaluation.files import output_folder, plain, refuse_others_repor
 from hf_posenc.evaluation.likelihood import PerplexityResult, perplexity
 from hf_posenc.evaluation.processes import Processes
 from hf_posenc.evaluation.pseudo import pseudo_perplexity
+from hf_posenc.evaluation.retrieval import passkey, passkey_probes
 from hf_posenc.evaluation.text import Text, read_text
 from hf_posenc.evaluation.windows import DEFINITIONS, DESCRIPTIONS, check_int
 
@@ -195,6 +196,8 @@ def evaluate(
     parts: dict[Any, dict[str, Any]] = {}
     costs: dict[Any, dict[str, Any]] = {}
     retrieval: dict[Any, dict[int, dict[str, Any]]] = {}
+    if passkey_lengths:  # a prompt may be too short for its question
+        passkey_probes(source.tokenizer, passkey_lengths[:1], depths, 1, seed)
     short = [length for length in reported if trained and length <= trained]
     keys: dict[Any, dict[str, Any]] = {}
     for item in todo:
@@ -722,8 +725,6 @@ def _measure_passkeys(
     progress: bool | None,
 ) -> dict[str, Any]:
     """Passkeys found in prompts of one length by depth; NaN where a table has no rows left for the reply."""
-    from hf_posenc.evaluation.retrieval import passkey
-
     began = time.time()
     limit = limits.hard_limit(model)
     if limit is not None and length <= limit[0] < length + REPLY:

@@ -193,8 +193,8 @@ def make_parser() -> HfArgumentParser:
         logging_steps=10,
         bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         report_to="tensorboard" if importlib.util.find_spec("tensorboard") else "none",
-        # What accelerate launch was told. Without it the processes that it starts on a CPU would not find each other.
-        use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU"),
+        # Processes on a CPU find each other only where this is said. accelerate launch passes it on to one process alone.
+        use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or (_processes() > 1 and not torch.accelerator.is_available()),
     )
     return parser
 
@@ -298,6 +298,11 @@ def _check_numbers(ours: FinetuneArguments) -> None:
             raise ValueError(f"--train_weights {weight} is not allowed; it must be a number above 0.")
 
 
+def _processes() -> int:
+    """As many as a launcher says that it started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def _check_training(training: TrainingArguments) -> None:
     """What TrainingArguments takes without a word and the Trainer fails at, or does something else with.
 
@@ -305,7 +310,7 @@ def _check_training(training: TrainingArguments) -> None:
         ValueError: a number out of its range, a reporter whose package is missing, or processes that do not find each
             other.
     """
-    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    processes = _processes()
     if processes > 1 and training.world_size == 1:
         raise ValueError(
             f"{processes} processes were started (WORLD_SIZE), and each would train for itself: give --use_cpu where "
