@@ -405,6 +405,8 @@ class _Source:
         Raises:
             ValueError: the model cannot take it, or cannot be fed `longest` tokens with it.
         """
+        if any(hasattr(module, "_hf_hook") for module in self.model.modules()):
+            return  # offloaded weights are held by hooks, and would be copied
         weights = [*self.model.parameters(), *self.model.buffers()]
         twin = copy.deepcopy(self.model, {id(weight): _weightless(weight) for weight in weights})
         _put(twin, item, made_for)
