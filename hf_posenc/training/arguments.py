@@ -183,6 +183,7 @@ def make_parser() -> HfArgumentParser:
     parser._optionals.title = "training (transformers.TrainingArguments)"
     parser._action_groups.insert(0, parser._action_groups.pop())  # ours come first in --help
     on_cuda = torch.cuda.is_available()
+    shares_cpu = _processes() > 1 and not torch.accelerator.is_available()
     parser.set_defaults(
         # Long samples fill a device one by one.
         per_device_train_batch_size=1,
@@ -193,8 +194,8 @@ def make_parser() -> HfArgumentParser:
         logging_steps=10,
         bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         report_to="tensorboard" if importlib.util.find_spec("tensorboard") else "none",
-        # Processes on a CPU find each other only where this is said. accelerate launch passes it on to one process alone.
-        use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or (_processes() > 1 and not torch.accelerator.is_available()),
+        # Processes on a CPU find each other only where this is said, and accelerate launch does not pass it on to several.
+        use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or shares_cpu,
     )
     return parser
 
