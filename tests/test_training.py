@@ -1127,7 +1127,7 @@ def test_processes_that_would_not_find_each_other_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(TrainingArguments, "world_size", 1)
     with pytest.raises(SystemExit):
-        parse_arguments([*BASE[:-1], str(tmp_path / "out")])
+        parse_arguments([*BASE[:-1], str(tmp_path / "out"), "--use_cpu", "false"])
     assert "2 processes were started" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

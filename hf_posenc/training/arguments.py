@@ -194,7 +194,7 @@ def make_parser() -> HfArgumentParser:
         logging_steps=10,
         bf16=on_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
         report_to="tensorboard" if importlib.util.find_spec("tensorboard") else "none",
-        # Processes on a CPU find each other only where this is said, and accelerate launch does not pass it on to several.
+        # Processes on a CPU find each other only where this is said; accelerate launch does not tell several.
         use_cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or shares_cpu,
     )
     return parser
