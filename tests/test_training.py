@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -567,6 +568,17 @@ def test_the_mean_loss_is_that_of_all_steps(
     if logging_steps == "1":
         state = json.loads((tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
         assert sum(row["loss"] for row in state["log_history"] if "loss" in row) / 4 == pytest.approx(whole, abs=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(Trainer, "_run_epoch"), reason="transformers 5.0 takes a step before it looks")
+def test_a_run_that_is_over_takes_no_further_step(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    """As one that was stopped while its model was being saved."""
+    common = ["--model", saved("llama"), "--train_text", text, "--max_steps", "3", "--save_steps", "3"]
+    whole = finetune(arguments(tmp_path / "out", *common))
+    over = finetune(arguments(tmp_path / "out", *common, "--resume_from_checkpoint", "last"))
+    assert over.steps == 3 and over.metrics["train_loss"] == pytest.approx(whole.metrics["train_loss"], abs=1e-6)
+    trained, saved_then = (_weights(tmp_path / "out" / name) for name in (".", "checkpoint-3"))
+    assert all(torch.equal(value, saved_then[name]) for name, value in trained.items())
 
 
 def test_what_is_found_out_late_is_still_refused_before_anything_is_written(

@@ -160,6 +160,13 @@ class LongContextTrainer(Trainer):
             logs["train_loss"] = self._losses["sum"] / self._losses["steps"]
         super().log(logs, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """An epoch; none where a resumed run has taken all its steps, after which the Trainer would take one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _stop(self, loss: float) -> None:
         step = self.state.global_step + 1
         samples = {i: self.document_names(i) if self.document_names is not None else [] for i in self._sample_ids}
