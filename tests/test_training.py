@@ -597,6 +597,8 @@ def test_what_is_found_out_late_is_still_refused_before_anything_is_written(
     for source, options, message in (
         (text, fading, r"linear:5000 ends at step 5000, after the training of \d+ steps"),
         (text, ["--optim", "galore_adamw"], "--optim galore_adamw: "),
+        (text, ["--lr_scheduler_type", "warmup_stable_decay", "--max_steps", "2"], "--lr_scheduler_type warmup_stable"),
+        (text, ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"a": 1}'], "--lr_scheduler_type cosine: "),
         (text, ["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2: "),
         (str(chats), [], "nothing to learn, none of the [0-9]+ tokens is a target"),
         (str(chats), streaming, "nothing to learn, none of the [0-9]+ tokens is a target"),

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import TrainingArguments, set_seed
+from transformers import TrainingArguments, get_scheduler, set_seed
 
 from hf_posenc.data import (
     Collator,
@@ -140,8 +140,8 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         train, report = _prepare_data(ours, training, setup)
         measured = _prepare_evaluation(ours, training, setup)
     model = _add_adapter(setup.model, ours, training)
-    _check_optimizer(training, model)
     steps = estimate.steps(training, report.blocks if report else None, replicas(training))
+    _check_optimizer(training, model, steps)
     fading = Fading.parse(ours.native_weight_schedule) if ours.native_weight_schedule is not None else None
     if fading is not None and steps is not None and steps < fading.end:
         raise ValueError(
@@ -408,11 +408,17 @@ def _add_adapter(model: Any, ours: FinetuneArguments, training: TrainingArgument
     return adapted
 
 
-def _check_optimizer(training: TrainingArguments, model: Any) -> None:
+def _check_optimizer(training: TrainingArguments, model: Any, steps: int | None) -> None:
+    """Raise where the optimizer or the schedule of the learning rate could not be made."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=training.learning_rate)
+    schedule, specific = training.lr_scheduler_type, cast(Any, training.lr_scheduler_kwargs)
     try:
+        option = f"--optim {getattr(training.optim, 'value', training.optim)}"
         LongContextTrainer.get_optimizer_cls_and_kwargs(training, model)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"--optim {getattr(training.optim, 'value', training.optim)}: {error}") from error
+        option = f"--lr_scheduler_type {getattr(schedule, 'value', schedule)}"
+        get_scheduler(schedule, optimizer, 0, steps, scheduler_specific_kwargs=specific)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 # ---------------------------------------------------------------------- the text
