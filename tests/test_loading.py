@@ -96,6 +96,11 @@ def test_wrong_places_are_named(folder: Path, source: str, options: dict[str, An
         load_model(source.format(root), **options)
 
 
+def test_suggestions_are_for_causal_models() -> None:
+    with pytest.raises(ValueError, match="definition pseudo"):
+        suggest(tiny_bert(), 256, documents=["the cat"], tokenizer=object())
+
+
 def test_suggestions_come_best_first(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(prose(200))

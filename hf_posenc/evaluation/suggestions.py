@@ -55,7 +55,7 @@ def suggest(
         options: of `evaluate` (`dtype`, `device`, `output`, `documents`, ...).
 
     Raises:
-        ValueError: as for `evaluate`.
+        ValueError: as for `evaluate`; a model that is not causal.
     """
     from hf_posenc.models import load_model
 
@@ -64,6 +64,13 @@ def suggest(
         options.setdefault("tokenizer", tokenizer)
     else:
         loaded = model
+    try:
+        limits.check_causal(loaded)
+    except ValueError as error:
+        raise ValueError(
+            "suggest compares perplexities, which only a causal language model has. Evaluate an encoder under encodings"
+            " of your choice instead, with evaluate's definition pseudo."
+        ) from error
     config: Any = limits.text_config(loaded)
     if candidates is None:
         candidates = ROTARY if getattr(config, "rope_parameters", None) else TABLE
