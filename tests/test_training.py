@@ -526,6 +526,39 @@ def test_checkpoints_of_an_earlier_run_are_never_gone_on_from(
     assert not (tmp_path / "new").exists()
 
 
+def test_nothing_of_an_earlier_run_is_taken_for_the_new_ones(
+    saved: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """Neither a model beside a new adapter, nor an adapter beside a new model; both are kept."""
+    output = tmp_path / "out"
+    common = ["--model", saved("llama"), "--train_text", text, "--max_steps", "1", "--save_strategy", "no"]
+    anew = ["--resume_from_checkpoint", "false"]
+    finetune(arguments(output, *common, "--encoding", "ntk:factor=2"))
+    first = (output / "model.safetensors").read_bytes()
+    finetune(arguments(output, *common, "--encoding", "alibi", "--lora", "true", "--merge", "false", *anew))
+    assert not (output / "model.safetensors").exists() and (output / "adapter").is_dir()
+    assert (output / "_earlier-1" / "model.safetensors").read_bytes() == first
+    finetune(arguments(output, *common, "--encoding", "linear:factor=2", *anew))
+    assert not (output / "adapter").exists() and (output / "_earlier-2" / "adapter").is_dir()
+    assert encoding_of(AutoModelForCausalLM.from_pretrained(output)).name == "linear"
+    assert "ntk" in (output / "_earlier-1" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_does_not_go_on_with_other_text(saved: Callable[..., str], text: str, tmp_path: Path) -> None:
+    """Of the same name, size and time."""
+    output, book = tmp_path / "out", tmp_path / "book.txt"
+    book.write_text(Path(text).read_text(encoding="utf-8"), encoding="utf-8")
+    given = ["--model", saved("llama"), "--train_text", str(book), "--max_steps", "3"]
+    stopped(1, arguments(output, *given))
+    before, times = book.read_text(encoding="utf-8"), (book.stat().st_atime, book.stat().st_mtime)
+    book.write_text(before[::-1], encoding="utf-8")
+    os.utime(book, times)
+    with pytest.raises(ValueError, match="what --train_text holds"):
+        finetune(arguments(output, *given))
+    book.write_text(before, encoding="utf-8")
+    finetune(arguments(output, *given))
+
+
 def test_a_run_goes_on_only_with_the_options_that_it_began_with(
     saved: Callable[..., str], text: str, tmp_path: Path
 ) -> None:

@@ -52,6 +52,29 @@ def load_documents(
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
+def hash_of_sources(sources: Sequence[str | os.PathLike[str]], *, streaming: bool = False) -> str:
+    """A hash of all that the files of `sources` hold (of their sizes, where they are streamed because there is so much
+    of it); of a data set of `datasets` or a hub, of its name.
+
+    Raises:
+        ValueError: as for `load_documents`.
+    """
+    digest = hashlib.sha256()
+    for kind, name, files in [_plan(os.fspath(source)) for source in sources]:
+        digest.update(f"{kind} {len(files)} {name if kind != 'files' else ''}\n".encode())
+        for file in files:
+            try:
+                digest.update(f"{os.path.getsize(file)}\n".encode())
+                if streaming:
+                    continue
+                with open(file, "rb") as content:
+                    while piece := content.read(1 << 20):
+                        digest.update(piece)
+            except OSError as error:
+                raise ValueError(f"{file!r} cannot be read: {error}.") from error
+    return digest.hexdigest()
+
+
 def _plan(name: str) -> tuple[str, str, list[str]]:
     """What a source is: (kind, name, files), kind one of "files", "saved", "hub"."""
     if not name.strip():

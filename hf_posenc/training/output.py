@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from hf_posenc.training.files import write_whole
 from hf_posenc.training.trainer import is_whole, last_checkpoint
 
@@ -25,7 +23,11 @@ _MUST_STAY = (
     *("dataloader_drop_last", "train_sampling_strategy", "group_by_length", "average_tokens_across_devices"),
 )
 """Options of the Trainer that decide what comes out of a step; a checkpoint would silently go on with its own."""
-_NAMES = {"samples_per_step": "per_device_train_batch_size x gradient_accumulation_steps x processes"}
+_EARLIER = "_earlier-"
+_NAMES = {
+    "train_text_sha256": "SHA-256 of what --train_text holds",
+    "samples_per_step": "per_device_train_batch_size x gradient_accumulation_steps x processes",
+}
 
 
 def check_output(
@@ -100,23 +102,26 @@ def _changed(record: Mapping[str, Any], settings: Mapping[str, Any], training: M
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Move the whole checkpoints in a folder, with the record of their run, out of the way of a new run in it.
+    """Move what an earlier run left in a folder out of the way of a new run in it: checkpoints, model, adapter, card.
 
-    Left where they are, they would be taken for the new run's: to go on from, and to be counted by `save_total_limit`.
+    Left where they are, checkpoints would be gone on from and counted by `save_total_limit`, and an old model would be
+    opened as the new one.
 
     Returns:
-        Where they are now; None where there were none.
+        Where they are now; None where there was nothing but a record and logs.
     """
     path = Path(folder)
-    found = [item for item in path.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if is_whole(item)]
+    stays = {RECORD, "runs", ".writing"}
+    found = [item for item in path.glob("*") if item.name not in stays and not item.name.startswith(_EARLIER)]
     if not found:
         return None
     # Nothing that begins with an underscore is pushed to a hub.
-    aside = next(place for n in itertools.count(1) if not (place := path / f"_earlier-{n}").exists())
+    aside = next(place for n in itertools.count(1) if not (place := path / f"{_EARLIER}{n}").exists())
     aside.mkdir()
     if (path / RECORD).is_file():
         shutil.copyfile(path / RECORD, aside / RECORD)
-    for item in sorted(found, key=lambda item: item.stat().st_mtime, reverse=True):
+    # The newest checkpoint first: if this is interrupted, none is left that would be gone on from.
+    for item in sorted(found, key=lambda item: (not is_whole(item), -item.stat().st_mtime)):
         os.replace(item, aside / item.name)
     return aside
 

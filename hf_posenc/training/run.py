@@ -26,7 +26,7 @@ from hf_posenc.data import (
     make_blocks,
     tokenize_documents,
 )
-from hf_posenc.data.documents import load_documents
+from hf_posenc.data.documents import hash_of_sources, load_documents
 from hf_posenc.evaluation.limits import hard_limit
 from hf_posenc.evaluation.processes import Processes, leave
 from hf_posenc.training import estimate
@@ -131,7 +131,7 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
         OSError: something could not be written; the last whole checkpoint is still there.
     """
     ours, training = check(*arguments)
-    asked = settings(ours)
+    asked = settings(ours) | {"train_text_sha256": hash_of_sources(ours.train_text or [], streaming=ours.streaming)}
     folder = Path(training.output_dir or "")
     checkpoint = check_output(str(folder), asked, training_settings(training), training.resume_from_checkpoint)
     set_seed(training.seed)
@@ -156,7 +156,9 @@ def finetune(arguments: Arguments, *, command: str | None = None) -> FinetuneRes
     if training.should_save:
         aside = set_aside(folder) if checkpoint is None else None
         if aside is not None:
-            logger.info("The checkpoints of the run before are kept in %s.", aside)
+            logger.info("What the run before left is kept in %s.", aside)
+        if checkpoint is not None:
+            logger.info("Going on from %s.", checkpoint)
         write_record(folder, {"settings": asked, "finished": False, "training": training_settings(training)})
 
     parts = context_parts(training)
