@@ -206,6 +206,8 @@ def _find(source: str | Path) -> tuple[str, Path | None]:
             return "folder", path
         found = sorted(item.name for item in path.glob("*.gguf"))
         hint = f" It holds {', '.join(found)}: give the path of the file." if found else ""
+        if (path / "adapter" / "adapter_config.json").is_file():  # as a fine-tuning leaves one that was not merged
+            hint = f" It holds an adapter: give {str(path / 'adapter')!r}."
         raise ValueError(f"The folder {text!r} holds no model: neither config.json nor adapter_config.json.{hint}")
     if path.is_file():
         raise ValueError(f"{text!r} is a file, but not a .gguf one. Give a folder, a .gguf file, or a hub id.")

@@ -96,6 +96,13 @@ def test_wrong_places_are_named(folder: Path, source: str, options: dict[str, An
         load_model(source.format(root), **options)
 
 
+def test_a_folder_with_an_adapter_in_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"give '.*adapter'"):
+        load_model(tmp_path)
+
+
 def test_suggestions_are_for_causal_models() -> None:
     with pytest.raises(ValueError, match="definition pseudo"):
         suggest(tiny_bert(), 256, documents=["the cat"], tokenizer=object())
