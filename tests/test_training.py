@@ -535,9 +535,11 @@ def test_nothing_of_an_earlier_run_is_taken_for_the_new_ones(
     anew = ["--resume_from_checkpoint", "false"]
     finetune(arguments(output, *common, "--encoding", "ntk:factor=2"))
     first = (output / "model.safetensors").read_bytes()
+    (output / ".git").mkdir()
     finetune(arguments(output, *common, "--encoding", "alibi", "--lora", "true", "--merge", "false", *anew))
     assert not (output / "model.safetensors").exists() and (output / "adapter").is_dir()
     assert (output / "_earlier-1" / "model.safetensors").read_bytes() == first
+    assert (output / ".git").is_dir()
     finetune(arguments(output, *common, "--encoding", "linear:factor=2", *anew))
     assert not (output / "adapter").exists() and (output / "_earlier-2" / "adapter").is_dir()
     assert encoding_of(AutoModelForCausalLM.from_pretrained(output)).name == "linear"

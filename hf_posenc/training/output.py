@@ -111,8 +111,8 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         Where they are now; None where there was nothing but a record and logs.
     """
     path = Path(folder)
-    stays = {RECORD, "runs", ".writing"}
-    found = [item for item in path.glob("*") if item.name not in stays and not item.name.startswith(_EARLIER)]
+    stays = (".", _EARLIER)  # hidden files are no run's: .git, and what is being written
+    found = [x for x in path.glob("*") if x.name not in (RECORD, "runs") and not x.name.startswith(stays)]
     if not found:
         return None
     # Nothing that begins with an underscore is pushed to a hub.
