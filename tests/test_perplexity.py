@@ -675,6 +675,15 @@ assert not any("gloo" in name for name in threads()), threads()  # one could abo
 """
 
 
+def test_nothing_that_is_imported_later_keeps_the_group() -> None:
+    """Default arguments of this module would, if making a model imported it within the group."""
+    pytest.importorskip("torch.distributed.nn.functional")
+    look = "import sys, hf_posenc.evaluation.processes; print('torch.distributed.nn.functional' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     import json
